@@ -189,4 +189,6 @@ class collective_errors:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Without the guesses that Gloo adds."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line.partition(" This is typically caused by")[0].rstrip(".")

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.elastic.moving import receive_residuals, send_residuals
 from onebit.integrations.whole_state import attach_if_distributed, warn_of_total
 from onebit.log import tell
 from onebit.optimizers.optimizer import OneBitOptimizer
+from onebit.warning import warn
 
 
 class OneBitCallback(Callback):
@@ -32,6 +34,12 @@ class OneBitCallback(Callback):
         for optimizer in found:
             attach_if_distributed(trainer.strategy.model, optimizer)
             warn_of_total(optimizer, trainer.estimated_stepping_batches)
+        if trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", pl_module):
+            warn(
+                f"gradient_clip_val={trainer.gradient_clip_val}: after stage 1 Lightning clips each rank's gradient by that "
+                f"rank's norm. For one norm on all ranks define configure_gradient_clipping in the LightningModule, and "
+                f"call optimizer.clip_grad_norm_ in it"
+            )
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         states = checkpoint["optimizer_states"]

@@ -22,7 +22,8 @@ class OneBitTrainer(Trainer):
     `optimizer_cls_and_kwargs=(onebit.OneBitAdam, {...})`.
 
     It attaches the optimizer as training begins. Each of its checkpoints holds the state of every rank, in the folder
-    `onebit`, and `resume_from_checkpoint` goes on bit for bit. Rank 0 logs `optimizer.report()` at the end.
+    `onebit`, and `resume_from_checkpoint` goes on bit for bit. `max_grad_norm` clips by one norm on all ranks. Rank 0
+    logs `optimizer.report()` at the end.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,6 +45,11 @@ class OneBitTrainer(Trainer):
         finally:
             state.cancel()
 
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """As `optimizer.clip_grad_norm_`: Accelerate's has each rank's own norm in stage 2."""
+        self.accelerator.unscale_gradients()
+        return own_optimizer(self.optimizer, "OneBitTrainer").clip_grad_norm_(self.args.max_grad_norm)
+
     def _state_of_all(self) -> WholeState:
         """Of the optimizer and model that there are now: model_init, for one, makes new ones."""
         optimizer, state = own_optimizer(self.optimizer, "OneBitTrainer"), self._whole_state
@@ -52,11 +58,11 @@ class OneBitTrainer(Trainer):
         return state
 
 
-for _name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"):
+for _name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_clip_grad_norm"):
     if not hasattr(Trainer, _name):
         raise ImportError(
-            f"this version of transformers has no Trainer.{_name}, where OneBitTrainer saves or loads the residuals of "
-            f"all ranks. Install transformers 5, or write a loop of your own with onebit.save and onebit.load"
+            f"this version of transformers has no Trainer.{_name}, which OneBitTrainer replaces. Install the newest "
+            f"transformers 5, or write a loop of your own with onebit.save and onebit.load"
         )
 
 

@@ -300,7 +300,7 @@ def trainer_of(folder: str, stops: bool = False) -> Any:
     model = Tiny()
     arguments = TrainingArguments(
         folder, max_steps=LAST, per_device_train_batch_size=BATCH, save_steps=SAVED, report_to=[],
-        use_cpu=True, disable_tqdm=True, logging_strategy="no", ddp_find_unused_parameters=False,
+        use_cpu=True, disable_tqdm=True, logging_steps=1, max_grad_norm=0.1, ddp_find_unused_parameters=False,
     )  # fmt: skip
     trainer = OneBitTrainer(model, arguments, train_dataset=Waves(), optimizers=optimizer_and_schedule(model))
     trainer.add_callback(Interruption())
@@ -312,6 +312,10 @@ def transformers(rank: int, folder: str) -> bytes:
     with logged() as said:
         undisturbed.train()
     assert undisturbed.optimizer.optimizer.compressing
+    norms = [each["grad_norm"] for each in undisturbed.state.log_history if "grad_norm" in each]
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, norms)
+    assert len(norms) == LAST and min(norms) > 0.1 and everywhere[0] == everywhere[1]  # clipped by one norm
     with pytest.raises(Interrupted):
         trainer_of(f"{folder}/interrupted", stops=True).train()
     with warned("error"):
@@ -331,7 +335,7 @@ def needs(work: Callable[[int, str], bytes]) -> Any:
     return pytest.param(work, marks=pytest.mark.skipif(bool(missing), reason=reason))
 
 
-@pytest.mark.parametrize("work", map(needs, [accelerate, lightning, transformers]))
+@pytest.mark.parametrize("work", [needs(work) for work in (accelerate, lightning, transformers)])
 @on_ranks(2, once=True)
 def test_a_run_goes_on_bit_for_bit_from_the_loops_checkpoint(
     rank: int, size: int, work: Callable[[int, str], bytes], tmp_path: Path
@@ -342,6 +346,25 @@ def test_a_run_goes_on_bit_for_bit_from_the_loops_checkpoint(
         "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
     return work(rank, str(tmp_path))
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: pip install 'onebit[integrations]'")
+@pytest.mark.parametrize("own", [False, True])
+def test_lightnings_own_clipping_is_warned_of(own: bool) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from onebit.integrations.lightning import OneBitCallback
+
+    class Clipping(LightningModule):
+        def configure_gradient_clipping(self, *given: Any, **named: Any) -> None:
+            """With the optimizer's own method."""
+
+    trainer = Trainer(accelerator="cpu", gradient_clip_val=1.0, max_steps=LAST, logger=False, barebones=True)
+    trainer.strategy.optimizers = [build("ZeroOneAdam")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        OneBitCallback().on_fit_start(trainer, Clipping() if own else LightningModule())
+    assert any("that rank's norm" in str(each.message) for each in caught) != own
 
 
 @pytest.mark.parametrize(
