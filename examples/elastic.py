@@ -24,13 +24,18 @@ def main(steps: int = 1500, warmup: int = 60) -> None:
     optimizer = onebit.OneBitAdam(model.parameters(), lr=2e-3, betas=(0.9, 0.98), freeze_step=warmup, elastic=True)
     heart = onebit.Heartbeat(silent_after=5.0)
 
-    data, loss, ended = torch.Generator(), torch.zeros(()), False
+    data, loss, changed, ended = torch.Generator(), torch.zeros(()), False, False
     while not ended:
         try:
+            if changed:
+                onebit.reform(optimizer, dist.group.WORLD)
+                changed = False
+                print(f"going on after step {optimizer.steps} with {dist.get_world_size()} ranks", flush=True)
             if (step := optimizer.steps + optimizer.skipped_steps) == steps:
                 dist.barrier()  # nobody leaves before all have come to the end
                 ended = True
                 continue
+            optimizer.zero_grad()
             data.manual_seed(step * 100 + dist.get_rank())  # the batch follows from the step and the rank
             x = torch.randn(64, 64, generator=data)
             y = torch.sin(x @ torch.linspace(-0.2, 0.2, 64)).unsqueeze(1)
@@ -40,10 +45,9 @@ def main(steps: int = 1500, warmup: int = 60) -> None:
             if step % 500 == 0 and dist.get_rank() == 0:
                 print(f"step {step}: loss {loss.item():.4f}", flush=True)
         except RuntimeError as error:  # a CollectiveError, or the barrier's
-            print(f"step {step + 1}: {error}", flush=True)
-            onebit.reform(optimizer, heart.regroup())
-            print(f"going on after step {optimizer.steps} with {dist.get_world_size()} ranks", flush=True)
-        optimizer.zero_grad()
+            print(error, flush=True)
+            heart.regroup()  # ends this process where too few are left
+            changed = True
 
     elements, ranks = sum(p.numel() for p in model.parameters()), dist.get_world_size()
     dense = 2 * (ranks - 1) / ranks * 4 * elements * (steps - warmup)

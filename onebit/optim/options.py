@@ -120,8 +120,7 @@ class Options:
     elastic: bool = _option(
         False,
         "a compressed step in which a rank dies can be taken back on the others, by onebit.reform: residuals and "
-        "messages are kept as they were before, 4 + 4 / N bytes an element and more. With overlap, or up to 2^20 "
-        "elements in one chunk, it is so in any case.",
+        "messages are kept as they were before, 4 + 4 / N bytes an element and more.",
     )
     check_every: int = _option(
         1000,
