@@ -15,13 +15,25 @@ from onebit.collectives import CollectiveError
 BATCH = 48  # samples of a step, on 2, 3 or 4 hosts
 HELD_OUT = 4096
 LR = 4e-3
+KINDS = ("ZeroOneAdam", "ZeroOneAdam, direct", "ZeroOneAdam, local steps", "OneBitAdam", "OneBitLamb", "AdamW")
+
+
+def options_of(kind: str, steps: int) -> dict[str, Any]:
+    """Of a kind of optimizer: what its run of so many steps needs to meet all of its kinds of steps."""
+    if kind.startswith("OneBit"):
+        return {"freeze_step": steps // 5}
+    if kind.endswith("direct"):
+        return {"reply": "direct"}
+    if kind.endswith("local steps"):
+        return {"var_freeze_step": steps // 4, "local_step_scaler": steps // 8}
+    return {}
 
 
 @dataclass(frozen=True)
 class Task:
     """What is trained."""
 
-    kind: str  # an optimizer of onebit, or AdamW
+    kind: str  # of KINDS
     seed: int
     steps: int
     silent: float = 2.0  # seconds after which a silent host counts as gone
@@ -42,14 +54,16 @@ class Task:
         return LR * (1 - number / self.steps)
 
     def learner(self, params: list[Tensor]) -> Ours | Theirs:
-        return Theirs(params) if self.kind == "AdamW" else Ours(params, self.kind)
+        return Theirs(params) if self.kind == "AdamW" else Ours(params, self)
 
 
 class Ours:
     """An optimizer of onebit."""
 
-    def __init__(self, params: list[Tensor], kind: str) -> None:
-        self.optimizer = getattr(onebit, kind)(params, lr=LR, weight_decay=0.01, elastic=True)
+    def __init__(self, params: list[Tensor], task: Task) -> None:
+        of_kind = options_of(task.kind, task.steps)
+        algorithm = getattr(onebit, task.kind.partition(",")[0])
+        self.optimizer = algorithm(params, lr=LR, weight_decay=0.01, elastic=True, **of_kind)
         self.giver: Any = None
 
     @property

@@ -27,9 +27,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from tests.faults.hosts import HOSTS, MINIMUM, Shown, live
-from tests.faults.learners import Task
+from tests.faults.learners import KINDS, Task
 from tests.limits import HUNG
-from tests.onebit.runs import OPTIMIZERS
 from tests.ranks import GRACE, PRELOADED
 
 LAST = 100  # steps whose mean loss is told
@@ -225,7 +224,7 @@ class Run:
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.faults.many", description=__doc__.partition("\n")[0])
-    parser.add_argument("--optimizer", default="ZeroOneAdam", choices=OPTIMIZERS)
+    parser.add_argument("--optimizer", default="ZeroOneAdam", choices=KINDS[:-1])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3, help="of runs without faults (default: 3)")
