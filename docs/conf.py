@@ -27,7 +27,7 @@ maximum_signature_line_length = 80
 
 ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ")
 PAGES = {
-    "Use": ["usage", "options", "troubleshooting", "clusters", "elastic", "run_time", "planning", "tuning"],
+    "Use": ["usage", "options", "troubleshooting", "elastic", "run_time", "planning", "tuning"],
     "Judge": ["performance", "gpu", "comparison", "methods", "convergence", "reliability", "cluster_model"],
     "Build": ["api", "coming_from_deepspeed", "own_optimizer", "contributing"],
 }
