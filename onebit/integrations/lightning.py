@@ -36,9 +36,9 @@ class OneBitCallback(Callback):
             warn_of_total(optimizer, trainer.estimated_stepping_batches)
         if trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", pl_module):
             warn(
-                f"gradient_clip_val={trainer.gradient_clip_val}: after stage 1 Lightning clips each rank's gradient by that "
-                f"rank's norm. For one norm on all ranks define configure_gradient_clipping in the LightningModule, and "
-                f"call optimizer.clip_grad_norm_ in it"
+                f"gradient_clip_val={trainer.gradient_clip_val}: after stage 1 Lightning clips each rank's gradient by "
+                f"that rank's norm. For one norm on all ranks define configure_gradient_clipping in the "
+                f"LightningModule, and call optimizer.clip_grad_norm_ in it"
             )
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
