@@ -134,5 +134,6 @@ def test_a_difference_in_one_element_is_an_error_on_every_rank(rank):
 
 @on_ranks(2)
 def test_of_two_ranks_that_differ_rank_0_is_right(rank):
-    with pytest.raises(ValueError, match="number 0 has other values on rank 1 than on the rest"):
-        agree_on_values(transport_for(group()), [torch.ones(3) + rank], lambda i: f"number {i}")
+    for its in (0.0, 2.0):  # on rank 1: a smaller checksum than that of ones, and a larger one
+        with pytest.raises(ValueError, match="number 0 has other values on rank 1 than on the rest"):
+            agree_on_values(transport_for(group()), [torch.full((3,), its if rank else 1.0)], lambda i: f"number {i}")

@@ -17,6 +17,7 @@ from tests.mutations.tree import Tree
 
 COMPILED = "kernels/cpu/"
 MOST_TESTS = 400
+NEAR = 6  # files of tests that are about a file of the product
 RANKS = 2.0  # seconds that a test counts more for the processes that it works with
 
 
@@ -68,17 +69,18 @@ class Reached:
         return {test: found.get(test, set()) | shared.get(test.partition("::")[0], set()) for test in self.seconds}
 
     def tests_of(self, path: str, function: str, line: int, most: float) -> list[str]:
-        """Tests that reach a function, the cheap and the narrow first, as many as take `most` seconds. Where none does,
-        which is so of what is compiled or runs at import: those that reach the file, or files that import it."""
+        """Tests that reach a function, the cheap and the narrow first, as many as take `most` seconds; half of them of
+        the files that are about its file. Where none does, which is so of what is compiled or runs at import: those
+        that reach the file, or files that import it."""
         if path.startswith(COMPILED):
-            return self._cheap(self._reaching(self._users_of(path))[0], most)
+            return self._cheap(*self._reaching(self._users_of(path)), most)
         name = function.rpartition(".")[2]
         inner = {
             test
             for test, found in self.functions.items()
             if any(each[0] == path and each[1] == name and each[2] <= line for each in found)
         }
-        return self._cheap(inner or self._reaching({path})[0], most)
+        return self._cheap(inner, {path}, most) if inner else self._cheap(*self._reaching({path}), most)
 
     def _users_of(self, path: str) -> set[str]:
         """A file that Numba compiles, and all of them that import it: which tests run what it has is not seen."""
@@ -104,19 +106,33 @@ class Reached:
             paths = {path for path in self.importers if self.importers[path] & seen} - seen
         return set(), set()
 
-    def _cheap(self, tests: set[str], most: float) -> list[str]:
+    def _cheap(self, tests: set[str], paths: set[str], most: float) -> list[str]:
         """Of each file the cheapest, then of each the next, and so on: files see different faults."""
         by_file: dict[str, list[str]] = defaultdict(list)
         for test in sorted(tests, key=lambda each: (self.seconds[each] + len(self.functions[each]) / 500, each)):
             if self._known.get(test, True):
                 by_file[test.partition("::")[0]].append(test)
-        rounds = itertools.zip_longest(*sorted(by_file.values(), key=lambda each: self.seconds[each[0]]))
-        chosen, total = [], 0.0
-        for test in filter(None, itertools.chain.from_iterable(rounds)):
-            if total + self.seconds[test] <= most and len(chosen) < MOST_TESTS:
-                chosen.append(test)
-                total += self.seconds[test]
-        return chosen
+        near = [by_file[file] for file in self._nearest(set(by_file), paths)[:NEAR]]
+        chosen: dict[str, float] = {}
+        for files, within in ((near, most / 2), (by_file.values(), most)):
+            rounds = itertools.zip_longest(*sorted(files, key=lambda each: self.seconds[each[0]]))
+            for test in filter(None, itertools.chain.from_iterable(rounds)):
+                if sum(chosen.values()) + self.seconds[test] <= within and len(chosen) < MOST_TESTS:
+                    chosen[test] = self.seconds[test]
+        return list(chosen)
+
+    def _nearest(self, files: set[str], paths: set[str]) -> list[str]:
+        """Files of tests, those first of which most of what they reach is in `paths`."""
+        own = {file: sum(each[0] in paths for each in self._breadth[file]) for file in files}
+        return sorted(files, key=lambda file: (-own[file] / (20 + len(self._breadth[file])), file))
+
+    @cached_property
+    def _breadth(self) -> dict[str, set[reach.Function]]:
+        """What each file of tests reaches."""
+        breadth: dict[str, set[reach.Function]] = defaultdict(set)
+        for test, functions in self.functions.items():
+            breadth[test.partition("::")[0]] |= functions
+        return breadth
 
     @cached_property
     def importers(self) -> dict[str, set[str]]:
@@ -132,17 +148,11 @@ class Reached:
 
     def write_focus(self, path: Path) -> None:
         """For every file of the product the files of tests to run after a change of it: the narrowest first."""
-        breadth: dict[str, set[reach.Function]] = defaultdict(set)
-        for test, functions in self.functions.items():
-            breadth[test.partition("::")[0]] |= functions
         lines = {}
         for product in sorted(self.importers):
             tests, paths = self._reaching({product})
-            reaching = {test.partition("::")[0] for test in tests}
-            own = {name: sum(each[0] in paths for each in breadth[name]) for name in reaching}
-            order = sorted(reaching, key=lambda name: (-own[name] / (20 + len(breadth[name])), name))
-            if order:
-                lines[product] = order[:6]
+            if order := self._nearest({test.partition("::")[0] for test in tests}, paths):
+                lines[product] = order[:NEAR]
         text = ",\n".join(f" {json.dumps(product)}: {json.dumps(tests)}" for product, tests in lines.items())
         path.write_text("{\n" + text + "\n}\n", encoding="utf-8")
 

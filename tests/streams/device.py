@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -42,8 +44,11 @@ class Site(NamedTuple):
 NOWHERE = Site("", 0)
 
 
+real = cache(os.path.realpath)  # folders of the product may be links
+
+
 def site_of(frame: FrameType) -> Site:
-    return Site(frame.f_code.co_filename, frame.f_lineno)
+    return Site(real(frame.f_code.co_filename), frame.f_lineno)
 
 
 class Device:

@@ -112,6 +112,24 @@ def test_a_step_of_lamb_is_trusted_up_to_four_times_what_is_usual() -> None:
     np.testing.assert_allclose(np.array(moved[8:]) / moved[7], [3.9, 1.5, 1.6, 1.5, 1.0], rtol=1e-3)
 
 
+def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shape() -> None:
+    def built(block_size: int) -> Any:
+        return onebit.OneBitAdam([nn.Parameter(torch.zeros(200))], freeze_step=2, block_size=block_size)
+
+    def usual(optimizer: Any) -> float:
+        return float(optimizer.current.parts[0].state[USUAL.name])
+
+    optimizer, source = built(32), torch.Generator().manual_seed(0)
+    for _ in range(4):
+        optimizer.param_groups[0]["params"][0].grad = torch.randn(200, generator=source)
+        optimizer.step()
+    assert usual(optimizer) > 0
+    for block_size, expected in ((32, usual(optimizer)), (64, 0.0)):
+        other = built(block_size)
+        other.load_state_dict(optimizer.state_dict())
+        assert usual(other) == expected
+
+
 def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
     net = nn.Linear(20, 20, bias=False)
     optimizer = onebit.OneBitAdam(net.parameters(), lr=1e-6, freeze_step=10)

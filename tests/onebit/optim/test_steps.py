@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.onebit.optim.contract import give, started
 from tests.onebit.optim.test_parameter_changes import step_refused
-from tests.onebit.runs import Case, bits, build, kinds, on_ranks, run, take
+from tests.onebit.runs import Case, arrays, bits, build, kinds, on_ranks, run, take
 
 
 def test_what_a_scaler_has_found_skips_the_step() -> None:
@@ -82,6 +83,23 @@ def test_clipping_does_not_hide_gradients_that_are_not_finite(kind: str) -> None
             params[0].grad.mul_(math.nan)
         optimizer.step()
         assert bits(params) == before and optimizer.skipped_steps == 1
+
+
+def test_a_clip_of_gradients_that_are_still_scaled_has_its_part_in_the_step() -> None:
+    case = Case(options={"freeze_step": 2}, groups=({}, {"lr": 2e-3}))
+    (params, scaled), (plain, other) = (started(case, 0) for _ in range(2))
+    for step in range(1, 5):
+        give(case, params, step)
+        give(case, plain, step)
+        for p in params:
+            p.grad.mul_(1024)
+        scaled.clip_grad_norm_(0.1 * 1024)
+        scaled.grad_scale, scaled.found_inf = torch.tensor(1024.0), torch.tensor(0.0)
+        assert float(other.clip_grad_norm_(0.1)) > 0.1
+        scaled.step()
+        other.step()
+    for a, b in zip(arrays(params), arrays(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @kinds

@@ -54,6 +54,17 @@ def test_a_process_group_that_was_made_later_is_found(rank: int) -> bytes:
     return bits(params)
 
 
+@on_ranks(8)
+def test_a_process_group_that_was_made_in_stage_2_is_an_error(rank: int) -> None:
+    case = Case(options={"freeze_step": 1})
+    params = case.parameters()
+    optimizer = case.build(params, LocalTransport())
+    run(case, rank, optimizer, params, 1, 2)
+    forget_process_group(optimizer)
+    with pytest.raises(ValueError, match="a process group of 8 ranks was made when this optimizer was in stage 2"):
+        run(case, rank, optimizer, params, 3, 3)
+
+
 def test_frozen_parameters_may_be_of_any_kind_and_do_not_change() -> None:
     frozen = [nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)]
     frozen += [nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)]
