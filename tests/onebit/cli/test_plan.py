@@ -96,6 +96,13 @@ def test_a_step_is_its_parts():
     assert step.local == pytest.approx(ELEMENTS * (2 / 1e9 + 10.25 / 2e9 + 10.125 / 16 / 3e9 + 14.125 / 4e9))
 
 
+def test_with_overlap_a_node_averages_one_chunk_while_another_is_on_the_network():
+    """Where backward takes no time, and hides nothing."""
+    for chunks, less in ((1, False), (4, True)):
+        both, none = (stage_2(replace(NODES, backward=0.0, overlap=o), SLOW, chunks).total for o in ("both", "none"))
+        assert (both < 0.99 * none) is less and both < 1.01 * none
+
+
 def test_compression_pays_below_the_rate_it_says():
     model, cluster = replace(NODES, overlap="uncompressed"), Cluster(gpus=64, network=100e9)
     rate = pays_below(model, cluster)
