@@ -136,7 +136,8 @@ PHASE = "the gather phase (all-to-all of chunk 3)"
 
 def test_an_error_of_the_backend_names_the_phase():
     x = torch.zeros(1, dtype=torch.uint8)
-    error = RuntimeError("[gloo/pair.cc:534] Connection closed by peer\nmore of it")
+    guesses = ". This is typically caused by a remote worker crashing. GLHF!"
+    error = RuntimeError(f"[gloo/pair.cc:534] Connection closed by peer{guesses}\nmore of it")
     with pytest.raises(CollectiveError) as caught:
         TorchWork([Mock(wait=Mock(side_effect=error))], PHASE, "gloo", x, x, x).wait()
     text = str(caught.value)
