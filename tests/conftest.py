@@ -10,6 +10,7 @@ Workers get files of tests by their recorded seconds, the longest first.
 import os
 import signal
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +23,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Measured kernel shapes of this user neither help nor hinder a test.
+# Measured kernel shapes of this user neither help nor hinder a test. Compiled loops stay from run to run.
 if "ONEBIT_CACHE_DIR" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="onebit-tests-")
     os.environ["ONEBIT_CACHE_DIR"] = _cache.name
+    _loops = Path(__file__).parent.parent / "build" / "loops"
+    _loops.mkdir(mode=0o755, parents=True, exist_ok=True)
+    (Path(_cache.name) / "loops").symlink_to(_loops)
 
 import hypothesis
 import pytest
@@ -39,6 +43,8 @@ if not torch.cuda.is_available():
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+_made: dict[str, float] = {}  # the seconds of what is made once for several tests, until one has counted them
 
 hypothesis.settings.register_profile("onebit", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("onebit")
@@ -101,16 +107,37 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
     """What is set up once for a file counts for all of its tests."""
-    file = schedule.file_of(reach.this_test() or "")
-    with reach.recording(file if fixturedef.scope in ("module", "session") else None):
+    if fixturedef.scope not in ("module", "session"):
         return (yield)
+    file = schedule.file_of(reach.this_test() or "")
+    start = time.monotonic()
+    try:
+        with reach.recording(file):
+            return (yield)
+    finally:
+        _made[f"{file}::{fixturedef.argname}"] = time.monotonic() - start
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
+    """After a test's setup: what it shares with others, and the seconds of what was made for it."""
+    report = yield
+    if call.when == "setup":
+        names = [f"{schedule.file_of(item.nodeid)}::{name}" for name in getattr(item, "fixturenames", ())]
+        shared = {name: _made[name] for name in names if name in _made}
+        _made.update(dict.fromkeys(shared, 0.0))
+        report.user_properties.append(("shared", shared))
+    return report
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     seconds: Counter[str] = Counter()
+    shared: dict[str, dict[str, float]] = {}
     for report in (each for of in terminalreporter.stats.values() for each in of if hasattr(each, "duration")):
         seconds[report.nodeid] += report.duration
+        if "shared" in (properties := dict(report.user_properties)):
+            shared[report.nodeid] = properties["shared"]
     files: Counter[str] = Counter()
     for test, took in seconds.items():
         files[schedule.file_of(test)] += took
@@ -122,4 +149,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for line in full.outdated():
             terminalreporter.write_line(line)
     if config.getoption("--write-seconds"):
-        schedule.write(seconds)
+        schedule.write(schedule.spread(seconds, shared))

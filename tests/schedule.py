@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-LONG = 1.0
+LONG = 0.3
 FOCUS = 15.0  # seconds that the tests of a change may take
 HERE = Path(__file__).parent
 SECONDS, REACHED = HERE / "seconds.json", HERE / "reached.json"
@@ -72,6 +72,24 @@ def longest_first(scopes: Mapping[str, Any], left_out: set[str]) -> list[str]:
     for test in left_out:
         took[file_of(test)] -= _read(SECONDS)["slow"][test]
     return sorted(scopes, key=lambda scope: (-took.get(file_of(scope), float("inf")), scope))
+
+
+def spread(found: Mapping[str, float], shared: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The seconds of each test, where what is made once for several tests counts in equal parts for each of them.
+
+    shared: what each test shares by name, and the seconds that it took where it was made for this one
+    """
+    seconds = dict(found)
+    users: dict[str, list[str]] = defaultdict(list)
+    for test, made in shared.items():
+        for name in made:
+            users[name].append(test)
+    for test, made in shared.items():
+        for name, took in made.items():
+            seconds[test] -= took
+            for user in users[name]:
+                seconds[user] += took / len(users[name])
+    return seconds
 
 
 def write(found: Mapping[str, float]) -> None:

@@ -49,6 +49,16 @@ def test_seconds_of_a_file_that_ran_again_replace_what_was_known(monkeypatch):
     assert written["slow"] == {"SECONDS.json::z": 2.0}
 
 
+def test_what_is_made_once_counts_in_equal_parts_for_all_that_use_it():
+    shared = {"x": {"fixture": 9.0, "other": 0.0}, "y": {"fixture": 0.0}, "z": {"fixture": 0.0, "other": 2.0}}
+    assert schedule.spread({"x": 10.0, "y": 1.0, "z": 3.0, "w": 5.0}, shared) == {
+        "x": 5.0,
+        "y": 4.0,
+        "z": 5.0,
+        "w": 5.0,
+    }
+
+
 def test_a_long_command_has_a_record_or_is_named(monkeypatch, tmp_path):
     """The repository's records are of commands there are. One of other code, that failed or is missing is named."""
     assert set(full.records()) <= set(full.COMMANDS)

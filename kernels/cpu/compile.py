@@ -2,11 +2,13 @@
 
 A file holds the machine code of one loop, after its checksum. Its name has a digest of all that the code depends on:
 these modules, the versions, the processor. A file that is missing, damaged or from elsewhere is compiled anew; where
-none can be written, every process compiles for itself, and so does one whose modules are no longer those on disk.
+none can be written, every process compiles for itself, and so does one whose modules are no longer those on disk. Of
+the processes that want a loop at once, as ranks do that start together, one compiles it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -16,7 +18,7 @@ import pickle
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -28,8 +30,14 @@ from numba.core.registry import CPUDispatcher
 
 from onebit.kernels.tuning import cache
 
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
 logger = logging.getLogger("onebit")
 SLOW = 2.0  # seconds of compiling that a log line is worth
+PATIENCE = 60.0  # seconds that a process waits for one that compiles
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy", "fastmath": False}
 
 
@@ -64,7 +72,8 @@ class Loop:
                 dispatcher.enable_caching()
                 start = time.perf_counter()
                 signature = numba.types.void(*map(_type, self.parameters.values()))
-                dispatcher.compile(signature)
+                with dispatcher.only_process():
+                    dispatcher.compile(signature)
                 _count(time.perf_counter() - start)
                 self._run = dispatcher.get_overload(signature)  # which spares a call the look at its arguments' types
         return self._run
@@ -77,6 +86,19 @@ class _Dispatcher(CPUDispatcher):
         module = self.py_func.__module__.rpartition(".")[2]  # another may have a loop of the same name
         self._cache = _Files(f"{module}{self.py_func.__name__}")
 
+    @contextlib.contextmanager
+    def only_process(self) -> Iterator[None]:
+        """Nobody else compiles a loop meanwhile; where another process has begun, this one first waits for its file."""
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(Exception):  # no lock is no harm
+                context: Any = self.targetctx
+                path = self._cache.path(context.codegen())
+                if not path.exists():
+                    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+                    lock = held.enter_context(path.parent.with_suffix(".lock").open("ab"))
+                    _wait_for(lock.fileno(), path)
+            yield
+
 
 class _Files(NullCache):
     """Where numba looks for a loop's machine code, and where it leaves it."""
@@ -86,7 +108,7 @@ class _Files(NullCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            path = self._path(target_context.codegen())
+            path = self.path(target_context.codegen())
             if path.exists() and not (of_this_user(path.parent) and of_this_user(path)):
                 raise PermissionError("it is another user's, or others can write to it or to its folder")
             content = path.read_bytes()
@@ -104,17 +126,28 @@ class _Files(NullCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
             code = numba.core.serialize.dumps(CompileResult._reduce(data))
-            path = self._path(data.codegen)
-            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            path = self.path(data.codegen)
             cache.replace_file(path, hashlib.sha256(code).digest() + code)
         except Exception as error:
             logger.debug("Compiling %s: the code is not kept (%s)", self._name, error)
 
-    def _path(self, codegen: Any) -> Path:
+    def path(self, codegen: Any) -> Path:
         if version() != IMPORTED:
             raise RuntimeError("onebit was changed after this process had imported it")
         digest = hashlib.sha256(repr((IMPORTED, codegen.magic_tuple())).encode()).hexdigest()
         return cache.folder() / "loops" / f"{self._name}-{digest[:32]}.bin"
+
+
+def _wait_for(lock: int, path: Path) -> None:
+    """Until the lock is this process's, or the file is there."""
+    end = time.monotonic() + PATIENCE
+    while not path.exists() and time.monotonic() < end:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        else:
+            return
 
 
 def of_this_user(path: Path) -> bool:

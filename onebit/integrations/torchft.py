@@ -17,6 +17,7 @@ and nobody's residuals.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ class OptimizerWrapper(TorchftWrapper):
             return False
         if (there := dist.get_world_size()) < self._least:
             tell("%d replicas can't go on without others: min_replica_size is %d", there, self._least)
+            with contextlib.suppress(RuntimeError):  # one that has left is missing from the next quorum
+                dist.barrier()  # before the vote, after which nobody gives its state to one that is behind
             return False
         if manager.num_participants() != there:
             raise ValueError("all replicas take part in a step: give Manager(world_size_mode=WorldSizeMode.DYNAMIC)")

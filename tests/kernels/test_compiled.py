@@ -7,6 +7,7 @@ import pickle
 import stat
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
@@ -153,6 +154,28 @@ def test_where_no_file_can_be_written_every_process_compiles(tmp_path, scan, mon
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ONEBIT_CACHE_DIR", str(tmp_path / "file" / "folder"))
     assert "is not kept" in scan()
+
+
+def test_one_process_compiles_and_others_wait_for_its_file_but_not_for_ever(filled, scan, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    aside = filled.rename(filled.parent.with_name("aside"))
+    written = aside.stat()
+    with filled.parent.with_suffix(".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor() as pool:
+            waits = pool.submit(scan)
+            time.sleep(0.2)
+            assert not filled.exists()
+            aside.rename(filled)
+            assert "Compiling" not in waits.result()
+        assert filled.stat().st_ino == written.st_ino  # nobody compiled and wrote another
+        filled.unlink()
+        monkeypatch.setattr(compile, "PATIENCE", 0.1)
+        scan()  # although another process holds the lock
+    assert filled.stat().st_ino != written.st_ino or filled.stat().st_mtime_ns != written.st_mtime_ns
+    monkeypatch.setattr(compile, "PATIENCE", 600.0)
+    filled.unlink()
+    scan()  # the lock is free, and nobody waits
 
 
 PROCESS = """

@@ -26,12 +26,21 @@ def ranks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def found(ranks: None) -> dict[str, list[str]]:
+    """The faults of every scenario."""
+    return {name: runs.clean(name)[0] for name in SCENARIOS}
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_read_comes_after_its_write_and_no_memory_serves_two_streams_at_once(name: str) -> None:
-    assert runs.clean(name)[0] == []
+def test_a_read_comes_after_its_write_and_no_memory_serves_two_streams_at_once(
+    name: str, found: dict[str, list[str]]
+) -> None:
+    assert found[name] == []
 
 
 @pytest.mark.parametrize("call", list(calls()), ids=str)
+@pytest.mark.usefixtures("found")
 def test_without_a_call_that_orders_there_is_a_fault(call: Call) -> None:
     if runs.why_elsewhere(call):
         assert runs.come_to(call) == []
