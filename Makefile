@@ -11,6 +11,9 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 FUZZ_ARGS ?=
 
+# Modules are compiled once, not in each of the hundreds of processes of the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 STAMP := .venv/.installed
 # What each stamp says is installed.

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from tests import reach
+from tests.internals import let_groups_share_a_loop
 from tests.limits import HUNG
 
 SIZES = (1, 2, 3, 4, 8)
@@ -219,6 +220,7 @@ def _join(rank: int, size: int, sizes: tuple[int, ...], port: int, timeout: time
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
+    let_groups_share_a_loop()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     for n in sizes:

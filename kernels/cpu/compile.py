@@ -28,6 +28,7 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.registry import CPUDispatcher
 
+from onebit.kernels.log import tell
 from onebit.kernels.tuning import cache
 
 try:
@@ -96,7 +97,8 @@ class _Dispatcher(CPUDispatcher):
                 if not path.exists():
                     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
                     lock = held.enter_context(path.parent.with_suffix(".lock").open("ab"))
-                    _wait_for(lock.fileno(), path)
+                    if _wait_for(lock.fileno(), path):
+                        _tell_once()
             yield
 
 
@@ -138,8 +140,8 @@ class _Files(NullCache):
         return cache.folder() / "loops" / f"{self._name}-{digest[:32]}.bin"
 
 
-def _wait_for(lock: int, path: Path) -> None:
-    """Until the lock is this process's, or the file is there."""
+def _wait_for(lock: int, path: Path) -> bool:
+    """Until the lock is this process's, or the file is there. Whether this process is to compile."""
     end = time.monotonic() + PATIENCE
     while not path.exists() and time.monotonic() < end:
         try:
@@ -147,7 +149,13 @@ def _wait_for(lock: int, path: Path) -> None:
         except BlockingIOError:
             time.sleep(0.02)
         else:
-            return
+            return not path.exists()
+    return False
+
+
+@functools.cache
+def _tell_once() -> None:
+    tell("Compiling for this processor what steps run, once, in about a minute. Kept in %s", cache.folder())
 
 
 def of_this_user(path: Path) -> bool:

@@ -24,7 +24,7 @@ from onebit.collectives.transport.protocol import CollectiveError, LocalTranspor
 from onebit.elastic.giving import PHASE
 from onebit.elastic.members import NEW, facts_of_model, is_new
 from onebit.elastic.moving import Shared, put_group_values
-from onebit.log import tell
+from onebit.kernels.log import tell
 from onebit.optim.gradients import Gradients
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot

@@ -34,7 +34,7 @@ from onebit.elastic.halfway import Settlement
 from onebit.elastic.losses import warn_of_losses
 from onebit.elastic.members import Member, Members, facts_of_model, is_new
 from onebit.elastic.moving import Saved, Shared, receive_residuals, send_residuals
-from onebit.log import tell
+from onebit.kernels.log import tell
 from onebit.optim.snapshot import Snapshot
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.elastic.moving import receive_residuals, send_residuals
 from onebit.integrations.whole_state import attach_if_distributed, warn_of_total
-from onebit.log import tell
+from onebit.kernels.log import tell
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.warning import warn
 

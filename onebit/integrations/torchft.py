@@ -27,7 +27,7 @@ from onebit.collectives import CollectiveError
 from onebit.collectives.signs_of_life import end_all_waits
 from onebit.elastic.moving import group_values
 from onebit.elastic.reform import reform
-from onebit.log import tell
+from onebit.kernels.log import tell
 from onebit.optim.snapshot import Snapshot
 from onebit.parallel.unwrap import own_optimizer
 

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed, warn_of_total
-from onebit.log import tell
+from onebit.kernels.log import tell
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from onebit.kernels.data.checks import is_finite, is_whole
 from onebit.kernels.data.hyper import Hyper
-from onebit.log import tell
+from onebit.kernels.log import tell
 from onebit.optim.flat_state import FlatState
 from onebit.warning import warn
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from onebit.kernels import streams
+from onebit.kernels.log import tell
 from onebit.kernels.streams import capturing
-from onebit.log import tell
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule
 from onebit.optim.limit import UpdateLimit

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.kernels import streams
-from onebit.log import tell
+from onebit.kernels.log import tell
 from onebit.optim.eager import eager
 from onebit.optim.sharding import is_sharded
 from onebit.optim.steps import kind_of_step

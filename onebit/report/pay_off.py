@@ -20,8 +20,8 @@ import torch
 from onebit.collectives.averaging import narrower
 from onebit.collectives.waits import Waits
 from onebit.kernels import streams
+from onebit.kernels.log import tell
 from onebit.kernels.streams import capturing
-from onebit.log import tell
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.optim.steps import Timed

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from onebit.cli.arguments import CommandError
 from onebit.cli.demo.train import Settings
-from onebit.log import QUIET
+from onebit.kernels.log import QUIET
 
 MODULE = "onebit.cli.demo.train"  # of a rank
 TAIL_LINES = 50

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from onebit.log import tell
+from onebit.kernels.log import tell
 from onebit.optim import snapshot, stages
 from onebit.optimizers import optimizer as front
 from onebit.parallel import flight

@@ -1,4 +1,4 @@
-"""What rank 0 has to say: which stage it is in, and whether that pays."""
+"""What users are told: that loops are compiled; by rank 0, which stage it is in, and whether that pays."""
 
 from __future__ import annotations
 
