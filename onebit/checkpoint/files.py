@@ -142,6 +142,8 @@ class Manifest:
                 )
             if not folder.exists():
                 raise ValueError(f"there is no folder {folder.absolute()}: give the path that onebit.save got")
+            if inside := sorted(each.parent for each in folder.glob(f"*/{MANIFEST}")):
+                raise ValueError(f"{folder} holds no checkpoint, its folders do: give one, such as {inside[-1]}")
             raise ValueError(
                 f"{folder} holds no checkpoint (it has no {MANIFEST}): was the run ended before its first save was "
                 f"whole?"

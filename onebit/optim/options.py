@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -142,8 +143,10 @@ class Options:
         unknown = sorted(arguments.keys() - set(names))
         if unknown:
             known = f"beside its own arguments, this optimizer takes the options {', '.join(names)}"
-            other = f", which is of other optimizers ({without[unknown[0]]})" if unknown[0] in without else ""
-            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}{other}: {known}")
+            why = f", which is of other optimizers ({without[unknown[0]]})" if unknown[0] in without else ""
+            for near in [] if why else difflib.get_close_matches(unknown[0], names, 1):
+                why = f" (did you mean {near}?)"
+            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}{why}: {known}")
         return cls(**arguments)
 
     @property

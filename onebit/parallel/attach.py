@@ -29,6 +29,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     A model in DDP takes several optimizers, a call each. What none of them has DDP averages in every step.
     """
+    if isinstance(model, torch.optim.Optimizer):
+        raise TypeError("attach takes the model first, then the optimizer: onebit.attach(model, optimizer)")
     inner = own_optimizer(optimizer, "attach")
     if not isinstance(model, nn.Module):
         raise TypeError(f"attach needs a model, a torch.nn.Module; this is a {type(model).__name__}")

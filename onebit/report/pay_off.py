@@ -66,9 +66,9 @@ class Report:
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as fast a compressed step is as an uncompressed one."""
+        """How many times as fast a compressed step is as an uncompressed one; None where DDP averages in both."""
         slow, fast = self.uncompressed.seconds, self.compressed.seconds
-        return None if slow is None or fast is None else slow / fast
+        return None if slow is None or fast is None or self.ddp_averages else slow / fast
 
     @property
     def run_speed_up(self) -> float | None:

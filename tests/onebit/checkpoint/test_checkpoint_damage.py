@@ -99,6 +99,10 @@ def test_a_damaged_file_is_found(name, saved):
     assert_loads(saved)
 
 
+def test_the_folder_of_a_runs_checkpoints_is_none_itself(saved):
+    assert_refused(saved.parent, f"its folders do: give one, such as {saved}")
+
+
 def test_another_manifest_is_refused(saved):
     """Also with a checksum that fits."""
     whole = checkpoints.manifest(saved)

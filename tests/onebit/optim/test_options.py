@@ -85,8 +85,8 @@ def test_a_freeze_rule_that_cannot_be_is_refused(name, values, parts):
 
 @kinds
 def test_an_unknown_keyword_is_a_type_error(kind):
-    with pytest.raises(TypeError, match="freeze_steps"):
-        build(kind, freeze_steps=3)
+    with pytest.raises(TypeError, match=r"gradients_dtype' \(did you mean gradient_dtype\?\): "):
+        build(kind, gradients_dtype=torch.bfloat16)
     with pytest.raises(TypeError):
         build(kind, parameters((3,)), 1e-3, (0.9, 0.999), 1e-8, 0.0, 100)  # freeze_step is given by name
 

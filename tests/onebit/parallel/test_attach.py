@@ -84,6 +84,8 @@ def test_what_is_no_optimizer_of_onebit_or_no_model(tmp_path):
     ):
         with pytest.raises(TypeError, match="needs an optimizer of onebit, such as OneBitAdam; this is a AdamW"):
             call(*before, foreign)
+    with pytest.raises(TypeError, match=r"takes the model first.*attach\(model, optimizer\)"):
+        onebit.attach(own, model)
     for call, *before in ((onebit.attach,), (onebit.save, tmp_path), (onebit.load, tmp_path)):
         with pytest.raises(TypeError) as caught:
             call(*before, list(model.parameters()), own)

@@ -145,6 +145,7 @@ def test_one_process_what_travels_and_numbers() -> None:
     narrow = replace(report(0.1, 0.01), wire="bf16")
     assert "10.0 times as fast" in narrow.verdict
     assert "uncompressed      100 steps in bf16, 100.0 ms each" in str(narrow)
+    assert not {"onebit/speed_up", "onebit/run_speed_up"} & replace(narrow, ddp_averages=True).numbers().keys()
     assert narrow.numbers()["onebit/speed_up"] == pytest.approx(10) and narrow.numbers()["onebit/skipped_steps"] == 2
 
 
