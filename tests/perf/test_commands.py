@@ -104,6 +104,7 @@ def sections(monkeypatch, tmp_path):
         monkeypatch.setattr(bench, "SECTIONS", tuple(made))
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # what replaces a script within a second is read
     return use
 
 
