@@ -37,7 +37,6 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("onebit")
-SLOW = 2.0  # seconds of compiling that a log line is worth
 PATIENCE = 60.0  # seconds that a process waits for one that compiles
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy", "fastmath": False}
 
@@ -71,11 +70,9 @@ class Loop:
             if self._run is None:
                 dispatcher = _Dispatcher(self._function, targetoptions={"nopython": True, **_OPTIONS})
                 dispatcher.enable_caching()
-                start = time.perf_counter()
                 signature = numba.types.void(*map(_type, self.parameters.values()))
                 with dispatcher.only_process():
                     dispatcher.compile(signature)
-                _count(time.perf_counter() - start)
                 self._run = dispatcher.get_overload(signature)  # which spares a call the look at its arguments' types
         return self._run
 
@@ -91,14 +88,16 @@ class _Dispatcher(CPUDispatcher):
     def only_process(self) -> Iterator[None]:
         """Nobody else compiles a loop meanwhile; where another process has begun, this one first waits for its file."""
         with contextlib.ExitStack() as held:
+            compiles = True
             with contextlib.suppress(Exception):  # no lock is no harm
                 context: Any = self.targetctx
                 path = self._cache.path(context.codegen())
                 if not path.exists():
                     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-                    lock = held.enter_context(path.parent.with_suffix(".lock").open("ab"))
-                    if _wait_for(lock.fileno(), path):
-                        _tell_once()
+                    _wait_for(held.enter_context(path.parent.with_suffix(".lock").open("ab")).fileno(), path)
+                compiles = not path.exists()
+            if compiles:
+                tell_once()
             yield
 
 
@@ -140,8 +139,8 @@ class _Files(NullCache):
         return cache.folder() / "loops" / f"{self._name}-{digest[:32]}.bin"
 
 
-def _wait_for(lock: int, path: Path) -> bool:
-    """Until the lock is this process's, or the file is there. Whether this process is to compile."""
+def _wait_for(lock: int, path: Path) -> None:
+    """Until the lock is this process's, or the file is there."""
     end = time.monotonic() + PATIENCE
     while not path.exists() and time.monotonic() < end:
         try:
@@ -149,12 +148,11 @@ def _wait_for(lock: int, path: Path) -> bool:
         except BlockingIOError:
             time.sleep(0.02)
         else:
-            return not path.exists()
-    return False
+            return
 
 
 @functools.cache
-def _tell_once() -> None:
+def tell_once() -> None:
     tell("Compiling for this processor what steps run, once, in about a minute. Kept in %s", cache.folder())
 
 
@@ -186,15 +184,6 @@ IMPORTED = version()  # what this process runs
 
 
 _lock = threading.RLock()
-_seconds = 0.0
-
-
-def _count(seconds: float) -> None:
-    """One log line for all that compiling took, once that was long."""
-    global _seconds
-    said, _seconds = _seconds > SLOW, _seconds + seconds
-    if _seconds > SLOW and not said:
-        logger.info("Compiled the passes for this processor in %.1f s: kept in %s", _seconds, cache.folder())
 
 
 def _new_lock() -> None:
