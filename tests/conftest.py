@@ -8,6 +8,7 @@ Workers get files of tests by their recorded seconds, the longest first.
 """
 
 import gc
+import importlib
 import os
 import signal
 import tempfile
@@ -79,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: the collector of garbage need not look at them again and again."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        importlib.import_module("torch._dynamo")  # which the first optimizer would bring, later
     gc.collect()
     gc.freeze()
 
