@@ -180,7 +180,7 @@ class collective_errors:
             gone = who_is_gone()
             why = f"gone: {gone}" if gone else (
                 "a rank died, did not come within the group's timeout (did it get fewer batches, or leave out a call "
-                "that every rank makes?), or the network failed"
+                "that every rank makes, such as onebit.save?), or the network failed"
             )  # fmt: skip
             raise CollectiveError(
                 f"{self._phase} did not end: {why} ({self._name}: {_first_line(error)}). Go on with the ranks that are "

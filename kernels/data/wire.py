@@ -1,5 +1,5 @@
-"""The bytes of a message. Every byte offset is computed in this file; the passes of `onebit.kernels.cpu.codec` and
-`onebit.kernels.gpu.codec` pack signs and compute scales. That a sign takes one bit is written into both.
+"""The bytes of a message: how long its parts are, and where each part begins. The passes of `onebit.kernels.cpu.codec`
+and `onebit.kernels.gpu.codec` find a block's scale and bits within the parts, pack signs and compute scales.
 
 A message carries one shard of one chunk from one rank to another:
 

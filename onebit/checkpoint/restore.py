@@ -520,7 +520,11 @@ def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved
     """How far the run had come that saved the state: as it says, or as torch.optim.AdamW's does."""
     if numbers and numbers["compressing"]:
         if numbers["optimizer"] != setup.name:
-            raise ValueError(f"the state is one of {numbers['optimizer']} in stage 2: {setup.name} can't continue it")
+            raise ValueError(
+                f"the state is one of {numbers['optimizer']} in stage 2: {setup.name} can't continue it. Build "
+                f"{numbers['optimizer']}, or load onebit.adamw_state(state), with which {setup.name} goes on from the "
+                f"moments"
+            )
         setup.algorithm.check_saved_settings(numbers["settings"], int(numbers["steps"]))
         if any("step" in own for own in saved.values()) and _steps_of(saved) != numbers["steps"]:
             raise ValueError(

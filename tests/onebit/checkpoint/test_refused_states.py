@@ -71,7 +71,7 @@ FOREIGN = [  # whose state, where, what is there instead, words of the ValueErro
     (ALL_1, (*ONE, "exp_avg"), [first(-1)], "exp_avg"),
     (STAGE_1, (*ONE, "exp_avg"), [GONE], "exp_avg"),
     (STAGE_1, (*ONE, "exp_avg_sq"), [GONE], "exp_avg_sq"),
-    (STAGE_2 + ZERO_ONE, (*NUMBERS, "optimizer"), ["OneBitOther"], "OneBitOther"),
+    (STAGE_2 + ZERO_ONE, (*NUMBERS, "optimizer"), ["OneBitOther"], "OneBitOther in stage 2: .*onebit.adamw_state"),
     (STAGE_2 + LAMB, (*ONE, "denominator"), [first(-1), GONE], "denominator"),
     (STAGE_2, ONE, [GONE], "no denominator for parameter"),
     (STAGE_2 + ZERO_ONE, (*ONE, "momentum_bits"), [GONE, first(1)], "momentum_bits"),
