@@ -21,7 +21,7 @@ EXTRAS_demo := perf
 EXTRAS_installed := test,check,perf,mpi
 EXTRAS_release := release
 
-.PHONY: help demo test test-all check types format bench fuzz docs dist clean
+.PHONY: help demo test test-all check types lint format bench fuzz docs dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
@@ -40,10 +40,12 @@ endif
 test-all: $(STAMP)  ## run all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-check: $(STAMP) types  ## lint, formatting, types, layering
+check: types lint  ## lint, formatting, types, layering
+	@$(BIN)/python -m pytest -q tests/test_structure.py
+
+lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python -m pytest -q tests/test_structure.py
 
 types: $(STAMP)  ## type-check the three folders, laid out as they install
 	@rm -rf build/types && mkdir -p build/types/onebit
