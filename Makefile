@@ -20,6 +20,7 @@ STAMP := .venv/.installed
 EXTRAS_demo := perf
 EXTRAS_installed := test,check,perf,mpi
 EXTRAS_release := release
+HAS_installed := .venv/.demo
 
 .PHONY: help demo test test-all check types lint format bench fuzz docs dist clean
 
@@ -89,5 +90,5 @@ clean:  ## remove .venv, caches and build outputs
 	@echo "Installing onebit and what it needs here ($(EXTRAS_$*)) into .venv: once, a minute or two on a fast connection"
 	@$(BIN)/python -m pip --disable-pip-version-check install --no-input $(PIP_ARGS) \
 	    -c constraints.txt -e '.[$(EXTRAS_$*)]'
-	@touch $@
+	@touch $@ $(HAS_$*)
 	@echo "Installed"
