@@ -26,10 +26,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import onebit
 from onebit.collectives.transport import transport_for
 from tests.limits import HUNG
-from tests.onebit.parallel.test_fsdp import OPTIONS, loss_of, mesh_of, model, parts_of, sharded, whole
+from tests.onebit.parallel import test_fsdp as fsdp
+from tests.onebit.parallel.test_fsdp import loss_of, mesh_of, model, parts_of, sharded, whole
 from tests.onebit.runs import bits, build, frozen_name, same
 from tests.ranks import run_ranks_once
 
+OPTIONS = fsdp.OPTIONS | {"freeze_step": 4}
+SAVED = 9  # steps
 WIDTH = 21  # parts of different sizes; blocks that are not full
 ROWS = {"OneBitAdam": "direct", "OneBitLamb": 1, "ZeroOneAdam": 1}  # the reply of each
 SHAPES = ((1, 4), (4, 1))
@@ -71,9 +74,9 @@ def tensors(optimizer):
 
 
 def seen(rank, net, optimizer):
-    """State and parameters as they are now, and after four more steps."""
+    """State and parameters as they are now, and after three more steps."""
     before, at = tensors(optimizer), bits(whole(net))
-    train(rank, net, optimizer, range(16, 20))
+    train(rank, net, optimizer, range(SAVED, SAVED + 3))
     return before, at, bits(whole(net))
 
 
@@ -120,7 +123,7 @@ def other_reply(rank, folder):
     """Saved with one bit by parts of different sizes, of which some serve nothing of a parameter."""
     mesh = mesh_of(2, 2)
     net, optimizer = made(mesh, width=11, reply=1)
-    train(rank, net, optimizer, range(15))
+    train(rank, net, optimizer, range(SAVED))
     onebit.save(folder, net, optimizer)
     others = [built(net, mesh, reply=reply) for reply in (1, "direct", "direct")]
     for other in others[:2]:
@@ -137,7 +140,7 @@ def of_one_replica(rank, folder):
     And whole parameters that are loaded into shards."""
     mesh = mesh_of(2, 1)
     net, optimizer = made(mesh, reply=1)
-    train(rank, net, optimizer, range(14))
+    train(rank, net, optimizer, range(SAVED))
     torch.save(parts_of(optimizer.state_dict()), f"{folder}/{rank}")
     torch.distributed.barrier()
     saved = torch.load(f"{folder}/0", weights_only=True)
@@ -149,7 +152,7 @@ def of_one_replica(rank, folder):
         assert "start from zero" in texts if rank else texts == ""
     net = with_head(WIDTH)
     optimizer = build("OneBitAdam", net.parameters(), **OPTIONS)
-    train(rank, net, optimizer, range(14))
+    train(rank, net, optimizer, range(SAVED))
     onebit.save(f"{folder}/whole", net, optimizer)
     with pytest.raises(ValueError, match="one of whole parameters in stage 2"):
         onebit.load(f"{folder}/whole", *made(mesh_of(1, 2)))
@@ -160,7 +163,7 @@ def to_whole(rank, folder, nodes):
     node = transport_for(None).split(rank // 2) if nodes else None
     optimizer = build("OneBitAdam", net.parameters(), node_group=node, **OPTIONS)
     onebit.load(f"{folder}/OneBitAdam", net, optimizer)
-    train(rank, net, optimizer, range(16, 20))
+    train(rank, net, optimizer, range(SAVED, SAVED + 3))
     return bits(net.parameters())
 
 
@@ -193,7 +196,7 @@ def by_hand(rank, net, optimizer, from_0):
     with pytest.warns(UserWarning, match="residuals") if rank > 1 else contextlib.nullcontext():
         optimizer.load_state_dict({"param_groups": groups, "state": state})
     assert optimizer.compressing
-    train(rank, net, optimizer, range(16, 19))
+    train(rank, net, optimizer, range(SAVED, SAVED + 3))
     return bits(whole(net))
 
 
@@ -203,7 +206,7 @@ def on_four(rank, size, folder):
         mesh = mesh_of(2, 2)
         net, optimizer = made(mesh, kind, reply=reply)
         versions = [p._version for p in net.parameters()]
-        train(rank, net, optimizer, range(16))
+        train(rank, net, optimizer, range(SAVED))
         assert all(p._version > before for p, before in zip(net.parameters(), versions, strict=True))
         onebit.save(f"{folder}/{kind}", net, optimizer)
         to_dcp(f"{folder}/{kind} by dcp", net, optimizer)
@@ -228,7 +231,7 @@ def on_four(rank, size, folder):
             found[f"{kind} {shape}"] = loaded(rank, folder, kind, shape)
     assert same(loaded(rank, folder, "OneBitLamb", (2, 2), by_dcp=True), found["OneBitLamb"])
     found["OneBitLamb by dcp (4, 1)"] = loaded(rank, folder, "OneBitLamb", (4, 1), by_dcp=True)
-    for steps in (4, 15):
+    for steps in (2, SAVED):
         by_name(rank, f"{folder}/by name {steps}", steps)
     found["reply"] = other_reply(rank, f"{folder}/reply")
     found["whole"] = to_whole(rank, folder, nodes=True)

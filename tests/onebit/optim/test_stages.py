@@ -17,7 +17,7 @@ from tests.ranks import group
 
 OF = {"OneBitAdam": sim.Simulation, "OneBitLamb": LambSimulation}
 MISSING = sim.MISSING + sim.MISSING_LATER
-ADAM = Case(shapes=sim.SHAPES, steps=108, groups=sim.GROUPS, missing=MISSING, options={"freeze_step": 8})
+ADAM = Case(shapes=sim.SHAPES, steps=40, groups=sim.GROUPS, missing=MISSING, options={"freeze_step": 8})
 FLAT = LAMB.but(groups=tuple({**own, "weight_decay": 0.0} for own in LAMB.groups))
 TIGHT = {"factor_max": 1.5, "factor_min": 0.8, "factor_threshold": 0.05, "bias_correction": False}
 LIMITS = {"min_coeff": 0.1, "max_coeff": 2.0, "coeff_beta": 0.0, "weight_decay": 0.3}
@@ -36,18 +36,18 @@ CASES = {  # ranks, the case, and what it has
     "LAMB, 3 ranks": (3, FLAT, {"chunks": 3, "coeff_beta": 0.8}),
     "LAMB, 3 ranks, direct": (3, LAMB, {"reply": "direct", "scale": "tensor", "ratio": "denominator"}),
     "LAMB of nodes": (4, LAMB.but(each=2), {"scale": "tensor"}),
-    "Adam of bfloat16": (2, ADAM.but(dtype="bfloat16", steps=40), {"master_weights": False}),
-    "Adam of float16": (2, ADAM.but(dtype="float16", steps=40), {"master_weights": False}),
-    "Adam of a copy of float16": (2, ADAM.but(dtype="float16", steps=40), {"scale": "tensor"}),
-    "LAMB of bfloat16": (2, LAMB.but(dtype="bfloat16", steps=40), {"scale": "tensor"}),
-    "LAMB of float16, other limits": (2, LAMB.but(dtype="float16", steps=40), LIMITS),
+    "Adam of bfloat16": (2, ADAM.but(dtype="bfloat16"), {"master_weights": False}),
+    "Adam of float16": (2, ADAM.but(dtype="float16"), {"master_weights": False}),
+    "Adam of a copy of float16": (2, ADAM.but(dtype="float16"), {"scale": "tensor"}),
+    "LAMB of bfloat16": (2, LAMB.but(dtype="bfloat16"), {"scale": "tensor"}),
+    "LAMB of float16, other limits": (2, LAMB.but(dtype="float16"), LIMITS),
     "Adam, 2 ranks, shortened": (2, ADAM, {"update_limit": 0.2, "chunks": 2}),
     "Adam, 3 ranks, direct, shortened": (3, ADAM, {"update_limit": 0.3, "reply": "direct", "chunks": 2}),
     "Adam of nodes, shortened": (4, ADAM.but(each=2), {"update_limit": 0.15, "scale": "tensor"}),
     "LAMB, 2 ranks, shortened": (2, LAMB, {"update_limit": 0.2, "scale": "tensor", "chunks": 3}),
-    "LAMB of nodes, shortened": (4, LAMB.but(each=2, steps=40), {"update_limit": 0.2}),
+    "LAMB of nodes, shortened": (4, LAMB.but(each=2), {"update_limit": 0.2}),
 }
-GROWN = {"grown": ((13, 40, 3.0), (20, 28, 40.0)), "steps": 40}
+GROWN = {"grown": ((13, 40, 3.0), (20, 28, 40.0))}
 CASES |= {
     "Adam alone, grown": (1, ADAM.but(**GROWN), {"update_limit": "auto"}),
     "Adam, 4 ranks, grown": (4, ADAM.but(**GROWN), {"update_limit": "auto", "chunks": 2}),
@@ -56,6 +56,7 @@ CASES |= {
     "LAMB of nodes, grown": (4, LAMB.but(each=2, **GROWN), {"update_limit": "auto", "reply": "direct"}),
 }
 EVERY = {"least", "most", "between", "none", "limit", "the largest", "as far up as it may", "as far down as it may"}
+NOT_EVERY = {"LAMB, 3 ranks, direct", "LAMB of float16, other limits", "LAMB of nodes, shortened"}
 
 
 # Elements whose variance is 0 at the freeze: three rows far into stage 2, and one parameter for good. The simulation
@@ -85,7 +86,7 @@ def test_every_step_equals_the_simulation(name):
     reasons = sim.check(case, sim.on_ranks(size, sim.record_run, case), OF[case.kind])
     assert ("shortened" in reasons) == ("update_limit" in own)
     assert ("trusted" in reasons) == ("LAMB" in name and "grown" in name)
-    assert case.kind == "OneBitAdam" or "reply" in own or case.steps < 100 or reasons >= EVERY
+    assert case.shapes != LAMB.shapes or name in NOT_EVERY or reasons >= EVERY
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (3, "float32"), (2, "bfloat16")])
