@@ -74,9 +74,9 @@ def tensors(optimizer):
 
 
 def seen(rank, net, optimizer):
-    """State and parameters as they are now, and after three more steps."""
+    """State and parameters as they are now, and after two more steps."""
     before, at = tensors(optimizer), bits(whole(net))
-    train(rank, net, optimizer, range(SAVED, SAVED + 3))
+    train(rank, net, optimizer, range(SAVED, SAVED + 2))
     return before, at, bits(whole(net))
 
 

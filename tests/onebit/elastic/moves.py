@@ -35,7 +35,8 @@ def _has_ipv6() -> bool:
     return True
 
 
-needs_ipv6 = pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6")
+HAS_IPV6 = _has_ipv6()
+needs_ipv6 = pytest.mark.skipif(not HAS_IPV6, reason="needs IPv6")
 
 
 @dataclass(frozen=True)

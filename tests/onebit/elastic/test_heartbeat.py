@@ -7,6 +7,9 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -20,8 +23,8 @@ from onebit.collectives.transport import transport_for
 from tests.faults.elastic import problems_of, strike_ranks
 from tests.faults.striking import Fault
 from tests.limits import HUNG
-from tests.onebit.elastic.moves import needs_ipv6
-from tests.ranks import run_ranks_once
+from tests.onebit.elastic.moves import HAS_IPV6, needs_ipv6
+from tests.ranks import Ranks, run_ranks_once
 
 SILENT = 4.0  # seconds: longer than a process of a busy machine stands still
 # Of two levels a death is known to the other node by nothing but signs of life.
@@ -40,12 +43,8 @@ def test_the_others_name_who_is_gone_and_go_on(kind: str, fault: Fault) -> None:
     assert len(found) == fault.at.ranks - 1 and not problems_of(found, fault)
 
 
-def test_one_that_only_takes_its_time_is_not_gone() -> None:
-    """Longer than `silent_after`, as all do when a machine sleeps."""
-    assert run_ranks_once(3, take_time, (), group_timeout=HUNG) == [[0, 1, 2]] * 3
-
-
 def take_time(rank: int, size: int) -> list[int]:
+    """Longer than `silent_after`, as all do when a machine sleeps."""
     with onebit.Heartbeat(silent_after=SILENT) as heart:
         if rank == 1:
             time.sleep(1.25 * SILENT)
@@ -57,10 +56,6 @@ def take_time(rank: int, size: int) -> list[int]:
         left = heart.left()
         dist.barrier()
         return left
-
-
-def test_one_that_leaves_in_good_order_is_not_gone_and_one_that_leaves_with_an_error_is() -> None:
-    assert run_ranks_once(4, leave, (), group_timeout=HUNG) == [2, 0, 0, 2]
 
 
 def leave(rank: int, size: int) -> int:
@@ -88,10 +83,6 @@ def leave(rank: int, size: int) -> int:
     return int(ones)
 
 
-def test_one_that_was_silent_and_wakes_goes_no_further() -> None:
-    assert run_ranks_once(3, wake, (), group_timeout=HUNG) == [2, 0, 2]
-
-
 def wake(rank: int, size: int) -> int:
     heart = onebit.Heartbeat(silent_after=SILENT)
     me = os.getpid()
@@ -110,12 +101,8 @@ def wake(rank: int, size: int) -> int:
     return dist.get_world_size()
 
 
-def test_more_than_half_go_on_and_no_fewer() -> None:
-    """Of five one dies, and another one stops before the others have made their group; then one more dies of three."""
-    assert run_ranks_once(5, become_fewer, (), group_timeout=HUNG, expect_dead=(0, 3, 4))[1:3] == [2, 2]
-
-
 def become_fewer(rank: int, size: int) -> int:
+    """Of five one dies, and another one stops before the others have made their group; then one more dies of three."""
     heart = onebit.Heartbeat(silent_after=SILENT)
     dist.barrier()
     if rank in (0, 3):
@@ -133,11 +120,6 @@ def become_fewer(rank: int, size: int) -> int:
     return left
 
 
-@pytest.mark.parametrize("how", ["duplicate", "split"])
-def test_a_death_while_a_group_is_made_is_known_before_the_groups_timeout(how: str) -> None:
-    assert run_ranks_once(3, die_in_new_group, (how,), group_timeout=HUNG, expect_dead=(1,)) == [HUNG, None, HUNG]
-
-
 def die_in_new_group(rank: int, size: int, how: str) -> float:
     heart, transport = onebit.Heartbeat(silent_after=SILENT), transport_for()
     dies = mock.patch.object(dist, "new_group", lambda *_args, **_options: os.kill(os.getpid(), signal.SIGKILL))
@@ -151,11 +133,6 @@ def die_in_new_group(rank: int, size: int, how: str) -> float:
     return getattr(options, "_timeout").total_seconds()  # noqa: B009
 
 
-@needs_ipv6
-def test_hosts_may_have_ipv6_alone() -> None:
-    assert run_ranks_once(3, meet_over_ipv6, (), group_timeout=HUNG) == [2, 2, 3]
-
-
 def meet_over_ipv6(rank: int, size: int) -> int:
     os.environ["MASTER_ADDR"] = "::1"
     del os.environ["GLOO_SOCKET_IFNAME"]
@@ -164,11 +141,6 @@ def meet_over_ipv6(rank: int, size: int) -> int:
             heart.regroup()
             dist.barrier()
     return dist.get_world_size()
-
-
-@pytest.mark.parametrize(("minimum", "left"), [(None, 2), (1, 1)])
-def test_half_does_not_go_on_unless_it_may(minimum: int | None, left: int) -> None:
-    assert run_ranks_once(2, lose_the_other, (minimum,), group_timeout=HUNG, expect_dead=(1,)) == [left, None]
 
 
 def lose_the_other(rank: int, size: int, minimum: int | None) -> int:
@@ -183,6 +155,45 @@ def lose_the_other(rank: int, size: int, minimum: int | None) -> int:
         ):
             heart.regroup()
     return dist.get_world_size()
+
+
+# What ranks do, with which arguments; what each returns, and None of those that die
+
+WORLDS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Any]]] = {
+    "one that only takes its time is not gone": (take_time, (), [[0, 1, 2]] * 3),
+    "one that leaves in good order is not gone, and one that leaves with an error is": (leave, (), [2, 0, 0, 2]),
+    "one that was silent and wakes goes no further": (wake, (), [2, 0, 2]),
+    "more than half go on, and no fewer": (become_fewer, (), [None, 2, 2, None, None]),
+    "hosts may have IPv6 alone": (meet_over_ipv6, (), [2, 2, 3]),
+    "half does not go on": (lose_the_other, (None,), [2, None]),
+    "half may go on": (lose_the_other, (1,), [1, None]),
+    **{
+        f"a death is known before the group's timeout, {how}": (die_in_new_group, (how,), [HUNG, None, HUNG])
+        for how in ("duplicate", "split")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> Iterator[dict[str, Future[list[Any]]]]:
+    """What all of them return, at once: they wait most of the time."""
+    with contextlib.ExitStack() as ends, ThreadPoolExecutor(len(WORLDS)) as threads:
+        started, running = {}, {}
+        for name, (_, _, wanted) in WORLDS.items():
+            if HAS_IPV6 or "IPv6" not in name:
+                started[name] = Ranks(len(wanted), (len(wanted),), HUNG)
+                ends.callback(started[name].close)
+        for name, ranks in started.items():
+            work, args, wanted = WORLDS[name]
+            dead = [rank for rank, value in enumerate(wanted) if value is None]
+            running[name] = threads.submit(ranks.run, len(wanted), work, args, HUNG, dead)
+        futures.wait(running.values())
+        yield running
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[needs_ipv6] * ("IPv6" in name)) for name in WORLDS])
+def test_who_is_gone_is_known_and_the_others_go_on(name: str, found: dict[str, Future[list[Any]]]) -> None:
+    assert found[name].result() == WORLDS[name][2]
 
 
 def test_a_wrong_argument_on_one_rank_is_an_error_on_all() -> None:
