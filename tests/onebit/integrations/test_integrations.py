@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -271,9 +272,29 @@ def without_residuals(saved: str, alone: str) -> None:
     torch.save(content, alone)
 
 
+def warns_of_clipping() -> list[bool]:
+    """Of Lightning's own, and where the module clips with the optimizer's own method."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from onebit.integrations import lightning
+
+    class Clipping(LightningModule):
+        def configure_gradient_clipping(self, *given: Any, **named: Any) -> None:
+            pass
+
+    trainer, found = Trainer(accelerator="cpu", gradient_clip_val=1.0, max_steps=LAST, logger=False, barebones=True), []
+    trainer.strategy.optimizers = [build("ZeroOneAdam")]
+    for module in (LightningModule(), Clipping()):
+        with warned() as texts, mock.patch.object(lightning, "attach_if_distributed"):
+            lightning.OneBitCallback().on_fit_start(trainer, module)
+        found.append(any("that rank's norm" in text for text in texts))
+    return found
+
+
 def lightning(rank: int, folder: str) -> bytes:
     with logged() as said:
         undisturbed, trainer = by_lightning(f"{folder}/undisturbed")
+    assert warns_of_clipping() == [True, False]
     assert trainer.optimizers[0].compressing
     with pytest.raises(Interrupted):
         by_lightning(f"{folder}/interrupted", stops=True)
@@ -346,25 +367,6 @@ def test_a_run_goes_on_bit_for_bit_from_the_loops_checkpoint(
         "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
     return work(rank, str(tmp_path))
-
-
-@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning: pip install 'onebit[integrations]'")
-@pytest.mark.parametrize("own", [False, True])
-def test_lightnings_own_clipping_is_warned_of(own: bool) -> None:
-    from lightning.pytorch import LightningModule, Trainer
-
-    from onebit.integrations.lightning import OneBitCallback
-
-    class Clipping(LightningModule):
-        def configure_gradient_clipping(self, *given: Any, **named: Any) -> None:
-            """With the optimizer's own method."""
-
-    trainer = Trainer(accelerator="cpu", gradient_clip_val=1.0, max_steps=LAST, logger=False, barebones=True)
-    trainer.strategy.optimizers = [build("ZeroOneAdam")]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        OneBitCallback().on_fit_start(trainer, Clipping() if own else LightningModule())
-    assert any("that rank's norm" in str(each.message) for each in caught) != own
 
 
 @pytest.mark.parametrize(

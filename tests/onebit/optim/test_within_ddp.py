@@ -163,14 +163,14 @@ def with_fsdp(rank: int, size: int) -> list[list[torch.Tensor]]:
     """Attached or not; and local steps, in one start of four processes."""
     spaced, ends = {"var_update_scaler": 3}, []
     for own, attached in ((LOCAL.options, True), (spaced, True), (spaced, False)):
-        net, optimizer, _ = fsdp.with_fsdp(rank, "ZeroOneAdam", 20, fsdp.mesh_of(2, 2), attached, **own, **COMMON)
+        net, optimizer, _ = fsdp.with_fsdp(rank, "ZeroOneAdam", 12, fsdp.mesh_of(2, 2), attached, **own, **COMMON)
         assert optimizer.synchronized and min(optimizer.current.parts[0].state["least_root"].tolist()) > 0
         ends.append(fsdp.whole(net))
     return ends
 
 
 def with_nodes(rank: int, size: int) -> list[torch.Tensor]:
-    optimizer, _ = fsdp.with_ddp(rank, "ZeroOneAdam", 20, **LOCAL.options, **COMMON)
+    optimizer, _ = fsdp.with_ddp(rank, "ZeroOneAdam", 12, **LOCAL.options, **COMMON)
     assert optimizer.synchronized
     return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
 
