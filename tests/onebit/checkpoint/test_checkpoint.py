@@ -221,20 +221,20 @@ DEATHS = {**BEFORE, **AFTER}
 def die_at_each_place(folder):
     """A checkpoint after 4 steps, then a save after 5 in a process that dies. Needs one thread, as it forks."""
     torch.set_num_threads(1)
+    runs = {steps: Run(CASE, steps) for steps in (4, 5)}
     for where, die in DEATHS.items():
         own = folder / where
-        Run(CASE, 4).save(own)
+        runs[4].save(own)
         if (child := os.fork()) == 0:
             try:
-                run = Run(CASE, 5)
                 die()
-                run.save(own)
+                runs[5].save(own)
             finally:
                 os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1, where
         run, again, steps = Run(CASE, 0), Run(CASE.but(seed=1), 0), 4 if where in BEFORE else 5
         run.load(own)
-        assert same(run.all(), Run(CASE, steps).all()), where
+        assert same(run.all(), runs[steps].all()), where
         assert len(list(own.glob("data-*"))) == 2 or where == "before the data folder is made", where
         run.on(steps + 1, steps + 1)
         run.save(own)

@@ -13,10 +13,10 @@ TWICE = ("compress", "average", "wait for the gather phase", "wait for the scatt
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
 
 
-def operations(rank: int, size: int, case: Case, last: int) -> dict[int, tuple[str, dict[str, int]]]:
-    """Of each step its kind, and how often which operation ran."""
-    (params, optimizer), found = started(case, 0, rank, size), {}
-    for step in range(1, last):
+def operations(rank: int, size: int, case: Case, steps: range) -> dict[int, tuple[str, dict[str, int]]]:
+    """Of each of these steps its kind, and how often which operation ran."""
+    (params, optimizer), found = started(case, steps[0] - 1, rank, size), {}
+    for step in steps:
         give(case, params, step, rank)
         kind = optimizer.setup.algorithm.kind(step) if optimizer.compressing else "full"
         with profile() as recorded:
@@ -31,7 +31,7 @@ def operations(rank: int, size: int, case: Case, last: int) -> dict[int, tuple[s
 )
 def test_a_profile_names_every_pass_and_wait(kind: str, updates: dict[str, int]) -> None:
     case = Case(kind, options={"freeze_step": 2, "chunks": 2})
-    for found in run_ranks(2, operations, case, 9):
+    for found in run_ranks(2, operations, case, range(8, 9)):
         kind_of_step, counts = found[8]
         ranges = {name: count for name, count in counts.items() if name.startswith("onebit.")}
         assert kind_of_step == "1 bit"
@@ -56,10 +56,9 @@ LOCAL = {"var_update_scaler": 1, "var_freeze_step": 4, "local_step_scaler": 2, "
 def test_no_step_makes_the_host_wait_or_asks_for_each_parameter_alone(kind: str, options: Any, kinds: Any) -> None:
     """What reads a value of the device; and `masked_fill_`, which marked one parameter after the other."""
     case = Case(kind, shapes=((70,), (3, 3), (0,), (300,)) * 5, options=options)
-    for found in run_ranks(2, operations, case, 15):
-        late = [found[step] for step in range(8, 15)]
-        assert {of_step for of_step, _ in late} >= kinds
-        for _, counts in late:
+    for found in run_ranks(2, operations, case, range(8, 15)):
+        assert {of_step for of_step, _ in found.values()} >= kinds
+        for _, counts in found.values():
             restores = counts.get("onebit.restore", 0)  # of which the CPU's reads its flag
             assert sum(counts.get(name, 0) for name in WAITS) == restores
             assert counts.get("aten::masked_fill_", 0) < 5
@@ -69,7 +68,7 @@ def test_the_last_full_step_and_the_one_after_a_sync_ask_for_no_parameter_alone(
     """However many parameters there are, as many operations; a CPU copies a list of tensors one by one."""
     by_parameter, found = ("aten::detach", "aten::copy_"), []
     for parameters in (5, 15):
-        of_steps = operations(0, 1, Case("ZeroOneAdam", ((7,),) * parameters, options=LOCAL), 10)
+        of_steps = operations(0, 1, Case("ZeroOneAdam", ((7,),) * parameters, options=LOCAL), range(4, 10))
         found.append({step: {n: c for n, c in of.items() if "aten::" in n} for step, (_, of) in of_steps.items()})
     few, many = ({n: c for n, c in of[4].items() if n not in by_parameter} for of in found)
     assert few == many
