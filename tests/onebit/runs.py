@@ -9,7 +9,8 @@ import functools
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,6 +109,11 @@ class Case:
         paper = {"update_limit": None}  # gradients here grow and shrink by tens
         options = {**small, **paper, **self.ranks(group), **self.options}
         return getattr(onebit, self.kind)(groups, **options_of(self.kind, options))
+
+    def made(self, group: Any = None) -> tuple[list[nn.Parameter], Any]:
+        """Parameters and their optimizer."""
+        params = self.parameters()
+        return params, self.build(params, group)
 
     @property
     def order(self) -> list[int]:
@@ -220,6 +226,14 @@ def assert_message(caught: Any, *parts: str) -> None:
     text = str(caught.value)
     for part in parts:
         assert part in text, f"{part!r} is not in: {text}"
+
+
+@contextmanager
+def refused(error: Any, *parts: str) -> Iterator[None]:
+    """Such an error is raised, whose text has every part."""
+    with pytest.raises(error) as caught:
+        yield
+    assert_message(caught, *parts)
 
 
 def on_ranks(size: int = 0, once: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:

@@ -222,8 +222,7 @@ def test_a_rank_that_dies_as_it_joins_leaves_ranks_that_go_on_together() -> None
 
 def die_while_joining(rank: int, size: int) -> Any:
     case = Case(A, SHAPES, options={**FROZEN, "reply": "auto"})
-    params = case.parameters()
-    optimizer = case.build(params, group(2 if rank < 2 else 3))
+    params, optimizer = case.made(group(2 if rank < 2 else 3))
     for step in range(1, 6 if rank < 2 else 1):
         take(case, rank, optimizer, params, step, 0)
     die_again(optimizer, Failing(group(3), Failure(0, BUILDING, skip=1) if rank else None))
@@ -266,8 +265,7 @@ def die_again(optimizer: Any, ranks: Failing) -> None:
 def run(rank: int, death: Death, failure: Failure | None, failed: bool = False) -> Any:
     """failed: whether ranks have died."""
     case, transport = death.case, Failing(group(), failure)
-    params = case.parameters()
-    optimizer = case.build(params, transport)
+    params, optimizer = case.made(transport)
     last = death.taken if failure is None else failure.step
     step = 1
     try:
@@ -396,8 +394,7 @@ def test_a_rank_that_is_local_steps_behind_leaves_them_out() -> None:
 
 def be_late(rank: int, size: int) -> Any:
     case = Case(Z, SHAPES, options={**LOCAL})
-    params = case.parameters()
-    optimizer = case.build(params, group())
+    params, optimizer = case.made(group())
     for step in range(1, (11, 9, 9)[rank]):
         take(case, rank, optimizer, params, step, 0)
     if rank == 2:

@@ -241,8 +241,7 @@ def change_ranks(rank: int, size: int) -> list[bytes | None]:
             step += 3
             continue
         if optimizer is None:
-            params = own.parameters()
-            optimizer = own.build(params, group(now))
+            params, optimizer = own.made(group(now))
         if step:
             onebit.reform(optimizer, group(now))
         for _ in range(3):
@@ -268,8 +267,7 @@ def reported(rank: int, size: int) -> Report:
             optimizer = None
             continue
         if optimizer is None:
-            params = own.parameters()
-            optimizer = own.build(params, group(ranks))
+            params, optimizer = own.made(group(ranks))
         if steps[0] > 1:
             onebit.reform(optimizer, group(ranks))
         for step in steps:
@@ -303,8 +301,7 @@ def test_ranks_that_stay_send_no_state(in_good_order: bool) -> None:
 
 def count_sent(rank: int, size: int, in_good_order: bool) -> int:
     own = Case(A, ((40000,),), options={"freeze_step": 3})
-    params = own.parameters()
-    optimizer = own.build(params, group(3))
+    params, optimizer = own.made(group(3))
     for step in range(1, 7):
         take(own, rank, optimizer, params, step)
     ranks = Counting(group(2)) if rank < 2 else None

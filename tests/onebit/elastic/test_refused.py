@@ -17,7 +17,7 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.faults.striking import SCATTER
 from tests.onebit.elastic.failing import Failing, Failure
-from tests.onebit.runs import Case, assert_message, bits, nodes_of, run, snapshot, take, unchanged
+from tests.onebit.runs import Case, assert_message, bits, nodes_of, refused, run, snapshot, take, unchanged
 from tests.ranks import group, run_ranks
 
 CASE = Case(options={"freeze_step": 3}, groups=({}, {"lr": 3e-3}))
@@ -25,8 +25,7 @@ Made = tuple[Any, list[nn.Parameter]]
 
 
 def trained(case: Case, rank: int, steps: int, of: Any) -> Made:
-    params = case.parameters()
-    optimizer = case.build(params, of)
+    params, optimizer = case.made(of)
     run(case, rank, optimizer, params, 1, steps)
     return optimizer, params
 
@@ -59,8 +58,7 @@ def a_node_of_the_ranks_before(rank: int) -> Made:
 
 def nothing_is_kept(rank: int) -> Made:
     case, transport = CASE.but(options={"freeze_step": 3, "chunks": 2}), Failing(group(2), Failure(6, f"{SCATTER} 1"))
-    params = case.parameters()
-    optimizer = case.build(params, transport)
+    params, optimizer = case.made(transport)
     with pytest.raises(CollectiveError):
         for transport.step in range(1, 7):
             take(case, rank, optimizer, params, transport.step)
@@ -92,9 +90,8 @@ def refuse(rank: int, size: int, name: str) -> None:
     made, _, each, words = REFUSED[name]
     optimizer, params = made(rank)
     before, x = snapshot(optimizer.state_dict()), bits(params)
-    with pytest.raises(ValueError) as caught:
+    with refused(ValueError, *words):
         onebit.reform(optimizer, group(size) if each == 1 else nodes_of(group(size), each))
-    assert_message(caught, *words)
     assert bits(params) == x and unchanged(snapshot(optimizer.state_dict()), before)
 
 
@@ -176,9 +173,8 @@ def reform_twice(rank: int, size: int, name: str) -> bytes:
         optimizer, params = trained(CASE, rank, 5 * (rank < 2), group(2 if rank < 2 else size))
         ranks = group(size) if each == 1 else nodes_of(group(size), each)
         if fails:
-            with wrong(optimizer, params) if rank == 1 else nullcontext(), pytest.raises(kind) as caught:
+            with wrong(optimizer, params) if rank == 1 else nullcontext(), refused(kind, words):
                 onebit.reform(optimizer, ranks)
-            assert_message(caught, words)
         onebit.reform(optimizer, ranks)
         run(CASE, rank, optimizer, params, 6, 7)
         ends.append(bits([*params, *tensors_of(optimizer)]))

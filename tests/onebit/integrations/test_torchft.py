@@ -59,8 +59,7 @@ def train(rank: int, size: int, kind: str, how: str, address: str, folder: Path)
         return None
     while rank == NEWCOMER and not back.exists():
         time.sleep(0.01)
-    params = case.parameters()
-    inner = case.build(params)
+    params, inner = case.made()
     optimizer = wrapped(rank, address, inner, SILENT)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     while rank != NEWCOMER and len(list(folder.glob("pid-*"))) < 3:
@@ -94,16 +93,14 @@ def by_reform(rank: int, size: int, kind: str, how: str, changes: Changes) -> by
     started, stay, three = [
         transport_for(group()).split(rank in some) for some in ((0, 1, 2), (0, 2), (0, 2, newcomer))
     ]
-    params = case.parameters()
-    optimizer = case.build(params, started)
+    params, optimizer = case.made(started)
     for step in range(1, back + MORE + 1):
         there = (0, 1, 2) if step <= lost else (0, 2) if step <= back else (0, 2, newcomer)
         if step == lost + 1 and rank in there:
             onebit.reform(optimizer, stay)
         if step == back + 1:
             if rank == newcomer:
-                params = case.parameters()
-                optimizer = case.build(params, three)
+                params, optimizer = case.made(three)
             if rank in there:
                 onebit.reform(optimizer, three)
         if rank in there:

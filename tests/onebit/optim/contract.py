@@ -26,8 +26,7 @@ def options(case: Any, **more: Any) -> Any:
 
 def started(case: Case, steps: int, rank: int = 0, size: int = 1) -> tuple[list[nn.Parameter], Any]:
     """After so many steps."""
-    params = case.parameters()
-    optimizer = case.build(params, group_or_none(size))
+    params, optimizer = case.made(group_or_none(size))
     run(case, rank, optimizer, params, 1, steps)
     return params, optimizer
 

@@ -147,8 +147,7 @@ class Counting(LocalTransport):
 )
 def test_a_step_of_stage_2_is_two_collectives_a_chunk_and_one_number(kind: str, chunks: int) -> None:
     case, transport = Case(kind, options={"freeze_step": 2, "chunks": chunks}), Counting()
-    params = case.parameters()
-    optimizer = case.build(params, transport)
+    params, optimizer = case.made(transport)
     run(case, 0, optimizer, params, 1, 4)
     transport.calls.clear()
     take(case, 0, optimizer, params, 5)

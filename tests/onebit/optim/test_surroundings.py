@@ -46,8 +46,7 @@ def test_a_default_dtype_changes_nothing(kind: str, scale: str) -> None:
 @on_ranks(8)
 def test_a_process_group_that_was_made_later_is_found(rank: int) -> bytes:
     case = Case(options={"freeze_step": 3})
-    params = case.parameters()
-    optimizer = case.build(params, LocalTransport())
+    params, optimizer = case.made(LocalTransport())
     forget_process_group(optimizer)
     run(case, rank, optimizer, params, 1, 6)
     assert optimizer.setup.topology.replicas.size == 8
@@ -57,8 +56,7 @@ def test_a_process_group_that_was_made_later_is_found(rank: int) -> bytes:
 @on_ranks(8)
 def test_a_process_group_that_was_made_in_stage_2_is_an_error(rank: int) -> None:
     case = Case(options={"freeze_step": 1})
-    params = case.parameters()
-    optimizer = case.build(params, LocalTransport())
+    params, optimizer = case.made(LocalTransport())
     run(case, rank, optimizer, params, 1, 2)
     forget_process_group(optimizer)
     with pytest.raises(ValueError, match="a process group of 8 ranks was made when this optimizer was in stage 2"):

@@ -19,7 +19,7 @@ from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import GROUPS, record_run
 from tests.onebit.optim.zero_one_simulation import ZeroOneSimulation
-from tests.onebit.runs import Case, assert_message, bits, on_ranks, run, snapshot, take
+from tests.onebit.runs import Case, bits, on_ranks, refused, run, snapshot, take
 from tests.oracle import zero_one
 from tests.ranks import group, run_ranks
 
@@ -235,10 +235,9 @@ def test_what_a_user_writes_where_ranks_agree_stays(rank: int, size: int, dtype:
 @on_ranks(2)
 def test_between_syncs_nothing_is_saved(rank: int, size: int) -> bytes:
     params, optimizer = started(LOCAL, 14, rank, size)
-    for refused in (optimizer.state_dict, partial(onebit.save, "nowhere", nn.Linear(1, 1), optimizer)):
-        with pytest.raises(ValueError) as caught:
-            refused()
-        assert_message(caught, "optimizer.synchronized", "optimizer.synchronize()")
+    for call in (optimizer.state_dict, partial(onebit.save, "nowhere", nn.Linear(1, 1), optimizer)):
+        with refused(ValueError, "optimizer.synchronized", "optimizer.synchronize()"):
+            call()
     optimizer.synchronize()
     end = bits(params)
     optimizer.synchronize()
@@ -264,12 +263,12 @@ def test_the_model_of_the_last_sync(rank: int, size: int, dtype: str) -> list[by
             assert found[-1] == synced
             if after.step == 15:
                 other = case.build(case.parameters()).state_dict()
-                for refused in (
+                for call in (
                     optimizer.step, optimizer.synchronize, partial(optimizer.load_state_dict, other),
                     optimizer.at_last_sync().__enter__,
                 ):  # fmt: skip
                     with pytest.raises(ValueError, match="within at_last_sync"):
-                        refused()
+                        call()
         assert bits(params) == own
     return found
 
