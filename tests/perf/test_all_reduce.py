@@ -19,8 +19,10 @@ from perf.all_reduce.measure import DIRECT, KINDS, ONE_BIT, TWO_LEVELS, Row
 from perf.all_reduce.plots import plot, plot_levels
 from perf.all_reduce.report import LEVELS, STANDARD, table
 from perf.all_reduce.targets import targets
+from perf.lab import processes
 from perf.ranks import Ranks
 from perf.targets import targets_of
+from tests import forked
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -47,9 +49,10 @@ NODES += [node_row("fp16", 0.14, 14.7e6), node_row("bf16", 0.14, 14.7e6)]
 
 @pytest.mark.netlab
 @pytest.mark.timeout(1200)  # four ranks share the cores with other tests
-def test_a_host_of_two_sends_half_of_what_its_ranks_would(lab_available, tmp_path):
+def test_a_host_of_two_sends_half_of_what_its_ranks_would(lab_available, tmp_path, monkeypatch):
     """Over a host's link, by the interfaces' counters: with one level 2 bits an element, of which half are replies;
     with two levels 1. A table, a record and a plot."""
+    monkeypatch.setattr(processes, "subprocess", forked)
     n = 2**20  # one level's replies are short enough to go straight to their receivers
     options = ["--each=2", f"--elements={n}", "--chunks=1", "--rates=1gbit", "--repeats=2", f"--out={tmp_path / 'new'}"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -16,6 +16,7 @@ from onebit.collectives.waits import waiting
 from onebit.parallel.ddp_hook import local
 from perf import plots
 from perf.command import WrongResult
+from perf.lab import processes
 from perf.lab.processes import RankFailed
 from perf.ranks import Ranks
 from perf.train_step import benchmark, measure
@@ -23,6 +24,7 @@ from perf.train_step.diloco import DiLoCo
 from perf.train_step.measure import Bench
 from perf.train_step.report import link_for
 from perf.train_step.variants import OURS, VARIANTS, Shape, Trainee, Variant, timed_variants
+from tests import forked
 from tests.limits import HUNG
 from tests.perf.train_step_rows import ABOUT, ROWS
 from tests.ranks import run_ranks_once
@@ -274,8 +276,9 @@ def test_what_was_found_before_the_end_is_kept_and_shown(lab, tmp_path, capsys):
 @pytest.mark.netlab
 def test_in_the_lab_bytes_are_the_interfaces_and_a_link_gives_the_share(lab_available, tmp_path, monkeypatch):
     tried = []
+    monkeypatch.setattr(processes, "subprocess", forked)
     monkeypatch.setattr(benchmark, "link_for", lambda *of: tried.append((of[1], link_for(*of))) or tried[-1][1])
-    arguments = ["--lab", "--hosts=2", "--rates=unshaped", "--share=0.9", "--variants=fp32,fp16,adam-2"]
+    arguments = ["--lab", "--hosts=2", "--rates=unshaped", "--share=0.6", "--variants=fp32,fp16,adam-2"]
     small = ["--width=128", "--layers=2", "--batch=2", "--repeats=1", f"--out={tmp_path}"]
     with contextlib.redirect_stdout(io.StringIO()) as text:
         assert benchmark.main([*arguments, *small]) == 0

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from perf.lab import processes
 from perf.train_step import report, volume
 from perf.train_step.benchmark import parse_arguments
 from perf.train_step.measure import Row
 from perf.train_step.plots import draw
 from perf.train_step.record import StepRecord
 from perf.train_step.variants import OURS, TRAINED
+from tests import forked
 from tests.perf.train_step_rows import ABOUT, ROWS, RUNS, row, run
 
 
@@ -106,6 +108,7 @@ def test_what_is_made_of_counters() -> None:
 @pytest.mark.netlab
 @pytest.mark.timeout(1200)  # its hosts share the cores with other tests
 def test_a_run_in_the_lab_sends_what_the_formula_says(lab_available, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(processes, "subprocess", forked)
     for name, value in {"DTYPES": {32: torch.float32}, "ELEMENTS": 600_000, "STEPS": 10, "FREEZE_STEP": 2}.items():
         monkeypatch.setattr(volume, name, value)
     assert volume.main([f"--out={tmp_path}"]) == 0, capsys.readouterr()
