@@ -34,6 +34,7 @@ class Popen:
             self._process.start()
         its_in.close()
         its_out.close()
+        self.pid = self._process.pid or 0
         self.stdin, self.stdout = self._in, os.fdopen(os.dup(self._out.fileno()), errors="replace")
         self.kill, self.terminate = self._process.kill, self._process.terminate
 
@@ -52,7 +53,7 @@ class Popen:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self._process.pid or 0, number)
+            os.kill(self.pid, number)
 
 
 def _run(command: list[str], env: dict[str, str], its_in: Connection, its_out: Connection) -> None:

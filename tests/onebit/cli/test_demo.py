@@ -21,6 +21,7 @@ from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.model import LENGTH, Text, Transformer, loss_of
 from onebit.cli.demo.ranks import DemoError, Process, lines_of
 from onebit.cli.demo.train import MARK, End, Settings, Start, Step, parse_line
+from tests import forked
 from tests.limits import HUNG
 
 COMMAND = [sys.executable, "-m", "onebit", "demo"]
@@ -33,17 +34,17 @@ def table(text):
     return {name: tuple(map(float, re.findall(r"[\d.]+", cells))) for name, cells in rows}
 
 
-def test_adam_and_its_twins(tmp_path):
+def test_adam_and_its_twins(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(ranks, "subprocess", forked)
     out = tmp_path / "plot.png"
-    command = [*COMMAND, "--steps", "32", "--out", str(out)]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HUNG)
-    assert result.returncode == 0, result.stderr
+    assert cli.main(["demo", "--steps", "32", "--out", str(out)]) == 0
+    result = capsys.readouterr()
     assert out.read_bytes().startswith(PNG)
-    assert "starting 2 ranks" in result.stderr and "\033" not in result.stderr
-    found = table(result.stdout)
+    assert "starting 2 ranks" in result.err and "\033" not in result.err
+    found = table(result.out)
     assert len(found["validation loss"]) == 3 and all(2 < loss < 3.4 for loss in found["validation loss"])  # first 4.6
-    elements = int(re.search(r"([\d,]+) parameters", result.stdout)[1].replace(",", ""))
+    elements = int(re.search(r"([\d,]+) parameters", result.out)[1].replace(",", ""))
     ring = 2 * (2 - 1) / 2 * 4 * elements / 1e6
     dense, packed, zero_one = found["sent by each rank"]
     assert dense == pytest.approx(32 * ring, abs=0.06)
@@ -52,10 +53,10 @@ def test_adam_and_its_twins(tmp_path):
     assert dense2 == pytest.approx(24 * ring, abs=0.06)
     assert packed - packed2 == pytest.approx(8 * ring, abs=0.11)
     assert 30 < dense2 / packed2 < 32
-    assert "1-bit Adam, optimizer.report():" in result.stdout and "0/1 Adam, optimizer.report():" in result.stdout
-    assert "uncompressed        8 steps" in result.stdout and "uncompressed       13 steps" in result.stdout
-    assert "from step 9 on" in result.stdout and f"Plot: {out}" in result.stdout
-    assert result.stdout.split("\nPlot")[0].endswith(demo_report.NOTE + "\n")
+    assert "1-bit Adam, optimizer.report():" in result.out and "0/1 Adam, optimizer.report():" in result.out
+    assert "uncompressed        8 steps" in result.out and "uncompressed       13 steps" in result.out
+    assert "from step 9 on" in result.out and f"Plot: {out}" in result.out
+    assert result.out.split("\nPlot")[0].endswith(demo_report.NOTE + "\n")
 
 
 def test_lamb_and_its_twin_in_the_background(tmp_path):
@@ -84,28 +85,45 @@ def children(parent):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
-@pytest.mark.parametrize(
-    "number, whom, status", [(signal.SIGINT, None, 130), (signal.SIGKILL, None, -9), (signal.SIGKILL, 1, 1)]
-)
-def test_no_rank_outlives_the_demo_or_another_rank(number, whom, status, tmp_path):
-    """whom: the rank that gets the signal; None for the command."""
+def test_no_rank_outlives_a_killed_demo(tmp_path):
     command = [*COMMAND, "--steps", "2000", "--out", str(tmp_path / "plot.png")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert any(re.match(r"\d+/2000 stage 1", line) for line in process.stderr)
-            of_demo = children(process.pid)
-            assert sorted(of_demo) == [0, 1]
-            os.kill(process.pid if whom is None else of_demo[whom], number)
-            out, err = process.communicate(timeout=HUNG)
-        finally:
-            process.kill()
-    assert (process.returncode, out) == (status, "") and "Traceback" not in err
-    assert ("error: rank 1 was ended by SIGKILL" in err) == (whom is not None)
+    demo = forked.Popen(command, os.environ)
+    try:
+        assert any(re.match(r"\d+/2000 stage 1", line) for line in demo.stdout)
+        of_demo = children(demo.pid)
+        assert sorted(of_demo) == [0, 1]
+    finally:
+        demo.kill()
+    assert demo.wait(HUNG) == -signal.SIGKILL and "Traceback" not in demo.stdout.read()
+    wait_for_the_end_of(of_demo.values())
+    assert not list(tmp_path.iterdir())
+
+
+def wait_for_the_end_of(processes):
     deadline = time.monotonic() + HUNG
-    while any(Path(f"/proc/{rank}").exists() for rank in of_demo.values()):
+    while any(Path(f"/proc/{process}").exists() for process in processes):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
+@pytest.mark.parametrize("number, whom, status", [(signal.SIGINT, "getppid", 130), (signal.SIGKILL, "getpid", 1)])
+def test_no_rank_outlives_another_or_ctrl_c(number, whom, status, tmp_path, monkeypatch, capsys):
+    """Ranks that only say who they are; the second then sends a signal to the demo, or to itself."""
+    (tmp_path / "light.py").write_text(
+        f"import os, time\nos.mkdir('rank %s' % os.getpid())\nwhile len(os.listdir()) < 3: time.sleep(0.01)\n"
+        f"if os.environ['RANK'] == '1': os.kill(os.{whom}(), {number:d})\ntime.sleep(3600)"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ranks, "MODULE", "light")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert cli.main(["demo", "--out", str(tmp_path / "plot.png")]) == status
+    printed = capsys.readouterr()
+    assert printed.out == "" and "Traceback" not in printed.err
+    assert ("error: rank 1 was ended by SIGKILL" in printed.err) == (status == 1)
+    (_, first), (_, second) = (path.name.split() for path in tmp_path.glob("rank *"))
+    wait_for_the_end_of((first, second))
+    assert not (tmp_path / "plot.png").exists()
 
 
 def test_a_failing_rank_is_reported_and_a_stubborn_one_is_killed(tmp_path, monkeypatch):
