@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import onebit
 
 
-def main(steps: int = 300, warmup: int = 60) -> None:
+def main(steps: int = 150, warmup: int = 60) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shards", type=int, default=2, help="ranks of a node")
     shards = parser.parse_args().shards

@@ -41,7 +41,7 @@ class Module(LightningModule):
         return onebit.OneBitAdam(self.parameters(), lr=2e-3, betas=(0.9, 0.98), freeze_step=self.warmup)
 
 
-def main(steps: int = 300, warmup: int = 60) -> None:
+def main(steps: int = 200, warmup: int = 60) -> None:
     module, ranks = Module(warmup), int(os.environ["WORLD_SIZE"])
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

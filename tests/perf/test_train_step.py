@@ -48,7 +48,7 @@ def main_on_a_group(rank, size, *commands):
 
 
 def test_it_times_and_trains_on_the_group_it_finds(tmp_path):
-    small = ["--device=cpu", "--width=32", "--layers=1", "--batch=1", "--repeats=1", f"--out={tmp_path}", "--name=it"]
+    small = ["--device=cpu", "--width=32", "--layers=1", "--batch=4", "--repeats=1", f"--out={tmp_path}", "--name=it"]
     train = [*small, "--train", "--steps=8", "--freeze=4", f"--variants={','.join(TRAINS)}"]
     (status, text), (_, silence) = run_ranks_once(2, main_on_a_group, (small, train), timeout=HUNG)
     assert status == [0, 0] and silence == ""
