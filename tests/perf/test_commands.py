@@ -27,6 +27,7 @@ from perf.targets import Target, as_json, targets_of
 from perf.train_step import benchmark as train_step
 from perf.train_step import report
 from perf.train_step.record import Record
+from tests import forked
 from tests.limits import HUNG
 from tests.test_structure import ROOT
 
@@ -161,7 +162,9 @@ def run(*arguments, python=sys.executable):
 
 
 def test_stages_are_rehearsed_and_leave_their_records(tmp_path):
-    done = run("--rehearse", "--out", tmp_path, "check", "kernels", "ranks", "step", "profile", "summary")
+    with forked.python(tmp_path) as python:
+        stages = ("check", "kernels", "ranks", "step", "profile", "summary")
+        done = run("--rehearse", "--out", tmp_path, *stages, python=python)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     ended = (tmp_path / "gpu-stages.txt").read_text()
     assert ended.count("exit 0") == ended.count("\n") >= 6

@@ -19,6 +19,7 @@ from onebit.collectives.chunking import candidates
 from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.kernels.tuning import tuner
 from onebit.kernels.tuning.tuner import Config
+from tests import forked
 from tests.limits import HUNG
 
 
@@ -83,12 +84,13 @@ def test_tune_says_when_nothing_is_written_or_runs(gpu, capsys):
     assert "smaller --elements" in capsys.readouterr().err
 
 
-def test_under_torchrun_tune_measures_the_chunks(own_cache):
+def test_under_torchrun_tune_measures_the_chunks(own_cache, tmp_path):
     """A table of candidates, and the fastest in the cache; on a CPU the kernels have nothing to choose."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "onebit", "tune", "--device", "cpu", "--elements", "2**21"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
+    with forked.python(tmp_path) as python:
+        command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        command += [python, "-m", "onebit", "tune", "--device", "cpu", "--elements", "2**21"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr
     rows = re.findall(r"chunks (\d+) +([\d.]+) ms( +<- chosen)?", result.stdout)
     assert [int(row[0]) for row in rows] == candidates(2**21, 1, BLOCK_SIZE)
