@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests import forked
 from tests.limits import HUNG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,8 +118,9 @@ def test_the_ten_lines_run_beside_a_clone_from_what_the_readme_installs(
     (site,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
     link_what_is_required(site)
     (tmp_path / "onebit").symlink_to(ROOT)  # a clone by that name beside the script hides no package that is installed
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    printed = run(python, *ranks, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH="")
+    with forked.python(tmp_path) as torchs:
+        torchrun = [torchs, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        printed = run(*torchrun, python, script, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH="")
     assert printed.count(str(tmp_path / "venv")) == 2
     assert "demo" in run(onebit, "--help", cwd=tmp_path, PYTHONPATH="")
 

@@ -3,13 +3,13 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from perf.lab.network import INTERFACE, NetworkLab
+from tests import forked
 from tests.limits import HUNG
 from tests.test_package import ROOT, TRAIN, ten_lines
 
@@ -21,22 +21,20 @@ def test_the_readmes_command_starts_on_both(nodes: NetworkLab, tmp_path: Path) -
     script = tmp_path / "train.py"
     script.write_text(TRAIN.format(ten_lines=ten_lines()))
     command = command.replace("eth0", INTERFACE).replace("ADDRESS", nodes.address(0))
-    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    variables, _, command = command.partition(" torchrun ")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    started = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, "env", *shlex.split(command.replace("--node-rank 0", f"--node-rank {host}")),
-             str(script)],
-            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for host, name in enumerate(nodes.namespaces)
-    ]  # fmt: skip
+    environment |= dict(each.split("=") for each in variables.split())
+    started = []
+    for host, name in enumerate(nodes.namespaces):
+        own = shlex.split(command.replace("--node-rank 0", f"--node-rank {host}"))
+        torchrun = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *own, script]
+        started.append(forked.Popen(torchrun, environment, cwd=str(tmp_path)))
     try:
-        printed = [process.communicate(timeout=HUNG)[0] for process in started]
+        printed = [process.stdout.read() for process in started]
+        assert all(process.wait(HUNG) == 0 for process in started), printed
     finally:
         for process in started:
             process.kill()
-    for process, text in zip(started, printed, strict=True):
-        assert process.returncode == 0 and "ranks: 2" in text, text
+    assert all("ranks: 2" in text for text in printed), printed
     (line,) = re.findall(r"`(onebit: Stage 2 begins after step \d+)`", (ROOT / "README.md").read_text())
     assert line in printed[0]
