@@ -11,6 +11,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -101,12 +102,12 @@ os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 
 
 @contextlib.contextmanager
-def python(folder: Path) -> Iterator[Path]:
+def python() -> Iterator[Path]:
     """A program that stands in for Python where another starts it; what is for pytest gets the real one."""
-    program, address = folder / "forked-python", str(folder / "forks")
-    program.write_text(CLIENT.format(python=sys.executable, address=address))
-    program.chmod(0o755)
-    with socket.socket(socket.AF_UNIX) as server:
+    with tempfile.TemporaryDirectory(prefix="forked-") as folder, socket.socket(socket.AF_UNIX) as server:
+        program, address = Path(folder) / "python", f"{folder}/forks"  # short: an address has 107 bytes at most
+        program.write_text(CLIENT.format(python=sys.executable, address=address))
+        program.chmod(0o755)
         server.bind(address)
         server.listen(99)
         threading.Thread(target=_serve, args=(server,), daemon=True).start()

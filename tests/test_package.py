@@ -118,7 +118,7 @@ def test_the_ten_lines_run_beside_a_clone_from_what_the_readme_installs(
     (site,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
     link_what_is_required(site)
     (tmp_path / "onebit").symlink_to(ROOT)  # a clone by that name beside the script hides no package that is installed
-    with forked.python(tmp_path) as torchs:
+    with forked.python() as torchs:
         torchrun = [torchs, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
         printed = run(*torchrun, python, script, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH="")
     assert printed.count(str(tmp_path / "venv")) == 2

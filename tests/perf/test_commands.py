@@ -162,7 +162,7 @@ def run(*arguments, python=sys.executable):
 
 
 def test_stages_are_rehearsed_and_leave_their_records(tmp_path):
-    with forked.python(tmp_path) as python:
+    with forked.python() as python:
         stages = ("check", "kernels", "ranks", "step", "profile", "summary")
         done = run("--rehearse", "--out", tmp_path, *stages, python=python)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

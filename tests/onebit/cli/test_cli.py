@@ -84,9 +84,9 @@ def test_tune_says_when_nothing_is_written_or_runs(gpu, capsys):
     assert "smaller --elements" in capsys.readouterr().err
 
 
-def test_under_torchrun_tune_measures_the_chunks(own_cache, tmp_path):
+def test_under_torchrun_tune_measures_the_chunks(own_cache):
     """A table of candidates, and the fastest in the cache; on a CPU the kernels have nothing to choose."""
-    with forked.python(tmp_path) as python:
+    with forked.python() as python:
         command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
         command += [python, "-m", "onebit", "tune", "--device", "cpu", "--elements", "2**21"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
