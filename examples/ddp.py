@@ -1,6 +1,6 @@
 """0/1 Adam under DistributedDataParallel:   torchrun --nproc-per-node 2 examples/ddp.py [FOLDER]
 
-With a folder, the run is saved every 100 steps; started again, it goes on from the last of its checkpoints.
+With a folder that all ranks see, the run is saved every 100 steps; started again, it goes on from the last checkpoint.
 """
 
 import os
@@ -24,7 +24,7 @@ def main(folder: Path | None, steps: int = 300) -> None:
     )
 
     optimizer = onebit.ZeroOneAdam(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
-    onebit.attach(model, optimizer)  # the only two lines that differ
+    onebit.attach(model, optimizer)  # with the optimizer, all that 1-bit messages need
 
     saved = sorted(folder.glob("step-*/checkpoint.json")) if folder else []
     done = onebit.load(saved[-1].parent, model, optimizer)["step"] if saved else 0

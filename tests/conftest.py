@@ -121,10 +121,13 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None
         return (yield)
     file = schedule.file_of(reach.this_test() or "")
     start = time.monotonic()
+    now = os.environ.get("PYTEST_CURRENT_TEST", "")
+    os.environ["PYTEST_CURRENT_TEST"] = f"{file} (setup)"  # what other processes write down
     try:
         with reach.recording(file):
             return (yield)
     finally:
+        os.environ["PYTEST_CURRENT_TEST"] = now
         _made[f"{file}::{fixturedef.argname}"] = time.monotonic() - start
 
 

@@ -27,10 +27,12 @@ __all__ = ["DEVNULL", "PIPE", "STDOUT", "Popen", "TimeoutExpired"]
 CONTEXT = multiprocessing.get_context("forkserver")
 SERVER = {"OMP_NUM_THREADS": "1", **FORKS, "ONEBIT_CACHE_DIR": os.environ["ONEBIT_CACHE_DIR"]}  # as it imports torch
 NETWORK = 0x40000000  # CLONE_NEWNET of setns(2)
+LOCK = threading.Lock()  # to start a process and to see its end changes what all threads share
 
 
 class Popen:
-    """What the product uses of subprocess's; errors go where the output goes. `ip netns exec NAME` may stand before."""
+    """What the product uses of subprocess's; errors go where the output goes, the session is that of the tests, and
+    input is an open pipe. `ip netns exec NAME` may stand before `python -m MODULE`."""
 
     def __init__(self, command: Sequence[object], env: Mapping[str, str], cwd: str = ".", **_: Any) -> None:
         (its_in, self.stdin), (out, its_out) = CONTEXT.Pipe(duplex=False), CONTEXT.Pipe(duplex=False)
@@ -38,7 +40,11 @@ class Popen:
         its_in.close()
         its_out.close()
         self.pid, self.stdout = self._process.pid or 0, os.fdopen(os.dup(out.fileno()), errors="replace")
-        self.kill, self.terminate = self._process.kill, self._process.terminate
+        self.terminate = self._process.terminate
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self._process.kill()
 
     @property
     def returncode(self) -> int | None:
@@ -60,7 +66,7 @@ class Popen:
 
 def _started(command: list[str], env: dict[str, str], cwd: str, ends: Sequence[Any]) -> Any:
     CONTEXT.set_forkserver_preload(list(PRELOADED))
-    with mock.patch.dict(os.environ, SERVER):
+    with LOCK, mock.patch.dict(os.environ, SERVER):
         process = CONTEXT.Process(target=_run, args=(command, env, cwd, ends), daemon=True)
         process.start()
     return process
@@ -82,7 +88,9 @@ def _run(command: list[str], env: dict[str, str], cwd: str, ends: Sequence[Any])
     os.chdir(cwd)
     os.environ.clear()
     os.environ |= env
-    _, _, *sys.argv = command
+    _, option, *sys.argv = command
+    if option != "-m":
+        raise ValueError(f"only python -m MODULE is forked, not {command}")
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     with reach.recording(reach.this_test()):
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
@@ -90,7 +98,7 @@ def _run(command: list[str], env: dict[str, str], cwd: str, ends: Sequence[Any])
 
 CLIENT = """#!{python} -SI
 import json, os, signal, socket, sys
-if "pytest" in sys.argv:
+if sys.argv[1:2] != ["-m"] or "pytest" in sys.argv:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
@@ -103,7 +111,8 @@ os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
 
 @contextlib.contextmanager
 def python() -> Iterator[Path]:
-    """A program that stands in for Python where another starts it; what is for pytest gets the real one."""
+    """A program that stands in for Python where another starts it, for `-m MODULE` but pytest. Its signals end the
+    module by SIGKILL."""
     with tempfile.TemporaryDirectory(prefix="forked-") as folder, socket.socket(socket.AF_UNIX) as server:
         program, address = Path(folder) / "python", f"{folder}/forks"  # short: an address has 107 bytes at most
         program.write_text(CLIENT.format(python=sys.executable, address=address))
@@ -111,8 +120,10 @@ def python() -> Iterator[Path]:
         server.bind(address)
         server.listen(99)
         threading.Thread(target=_serve, args=(server,), daemon=True).start()
-        yield program
-        server.shutdown(socket.SHUT_RDWR)
+        try:
+            yield program
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
 
 
 def _serve(server: socket.socket) -> None:
@@ -129,6 +140,8 @@ def _see_to(client: socket.socket) -> None:
         process = _started(command, env, cwd, [Connection(each) for each in descriptors])
         while not wait([client, process.sentinel], 60):
             pass
-        process.kill()  # also where the client has gone
-        process.join()
+        with LOCK:
+            if process.exitcode is None:  # the client has gone
+                process.kill()
+            process.join()
         client.sendall(str(process.exitcode).encode())

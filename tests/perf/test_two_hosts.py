@@ -30,8 +30,9 @@ def test_the_readmes_command_starts_on_both(nodes: NetworkLab, tmp_path: Path) -
         torchrun = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *own, script]
         started.append(forked.Popen(torchrun, environment, cwd=str(tmp_path)))
     try:
+        statuses = [process.wait(HUNG) for process in started]
         printed = [process.stdout.read() for process in started]
-        assert all(process.wait(HUNG) == 0 for process in started), printed
+        assert statuses == [0, 0], printed
     finally:
         for process in started:
             process.kill()

@@ -97,7 +97,7 @@ VARIANTS |= {name: Variant(case, passes=(ZEROS, "adam_update, flagged")) for nam
 VARIANTS[sparse.NAME] = Variant(sparse.NAME, passes=sparse.PASSES)
 VARIANTS |= {f"aot: {name}": Variant(name, passes=workloads.PASSES) for name in workloads.NAMES}
 # What every run of the tests does: few blocks, and every kernel in each of its forms.
-QUICK = ("three-groups-tensor", "fp16-master-2049", "copies-96", "fp32-unaligned", "zeros and a flag")
+QUICK = ("three-groups-tensor", "fp16-master-2049", "copies-96", "fp32-unaligned", *WITH_ZEROS)
 
 
 def run(variant: Variant, orders: tuple[str, ...] = ORDERS) -> Outcome:

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_no_rank_outlives_another_or_ctrl_c(number, whom, status, tmp_path, monk
     """Ranks that only say who they are; the second then sends a signal to the demo, or to itself."""
     (tmp_path / "light.py").write_text(
         f"import os, time\nos.mkdir('rank %s' % os.getpid())\nwhile len(os.listdir()) < 3: time.sleep(0.01)\n"
-        f"if os.environ['RANK'] == '1': os.kill(os.{whom}(), {number:d})\ntime.sleep(3600)"
+        f"time.sleep(0.5)\nif os.environ['RANK'] == '1': os.kill(os.{whom}(), {number:d})\ntime.sleep(60)"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ranks, "MODULE", "light")
@@ -143,6 +144,19 @@ def test_a_failing_rank_is_reported_and_a_stubborn_one_is_killed(tmp_path, monke
     stubborn.running.terminate()
     stubborn.end(time.monotonic() + 0.2)
     assert stubborn.running.returncode == -signal.SIGKILL
+
+
+def test_of_ranks_that_ended_one_that_a_signal_has_ended_is_named(monkeypatch):
+    """The other failed since it was gone."""
+
+    def ended(name, *_):
+        code = {"rank 0": 1, "rank 1": -9}[name]
+        running = SimpleNamespace(poll=lambda: code, returncode=code)
+        return SimpleNamespace(running=running, report=lambda: f"{name}: {code}", end=lambda deadline: None)
+
+    monkeypatch.setattr(ranks, "Process", ended)
+    with pytest.raises(DemoError, match=r"^rank 1: -9$"):
+        list(lines_of(Settings()))
 
 
 def record():
