@@ -21,6 +21,7 @@ EXTRAS_demo := perf
 EXTRAS_installed := test,check,perf,mpi
 EXTRAS_release := release
 HAS_installed := .venv/.demo
+# --no-compile: Python compiles the modules that are imported, pip all 14,000, for more than a minute.
 
 .PHONY: help demo test test-all check types lint format bench fuzz docs dist clean
 
@@ -88,7 +89,7 @@ clean:  ## remove .venv, caches and build outputs
 
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing onebit and what it needs here ($(EXTRAS_$*)) into .venv: once, a minute or two on a fast connection"
-	@$(BIN)/python -m pip --disable-pip-version-check install --no-input $(PIP_ARGS) \
+	@$(BIN)/python -m pip --disable-pip-version-check install --no-compile --no-input $(PIP_ARGS) \
 	    -c constraints.txt -e '.[$(EXTRAS_$*)]'
 	@touch $@ $(HAS_$*)
 	@echo "Installed"
