@@ -88,8 +88,8 @@ def left_alone(kind: str, reply: str | int, each: int) -> list[str]:
         return run_ranks(3 if each == 1 else 2 * each, undisturbed, kind, reply, each, folder)
 
 
-def strike(combination: Combination, lab: NetworkLab | None = None) -> Outcome:
-    """The fault, the restart, and how it ended."""
+def strike(combination: Combination, lab: NetworkLab | None = None, python: Path | str = sys.executable) -> Outcome:
+    """The fault, the restart, and how it ended. python: of torchrun and its ranks."""
     kind, fault, at = combination.kind, combination.fault, combination.fault.at
     expected = left_alone(kind, at.reply, at.each)
     with tempfile.TemporaryDirectory(prefix="onebit-faults-") as folder:
@@ -99,7 +99,7 @@ def strike(combination: Combination, lab: NetworkLab | None = None) -> Outcome:
             ended = run_ranks(at.ranks, undisturbed, kind, at.reply, at.each, folder)
             return Outcome({r: raised[r] for r in range(at.ranks) if r != fault.victim}, ended == expected)
         if combination.launcher == "torchrun":
-            _under_torchrun(kind, fault, folder)
+            _under_torchrun(kind, fault, folder, str(python))
         else:
             assert lab is not None
             _in_the_lab(lab, kind, fault, Path(folder))
@@ -112,14 +112,15 @@ def _arguments(kind: str, folder: str | Path, fault: Fault, strikes: bool = True
     return ["-m", "tests.faults.training", str(folder), kind, *replies, *given]
 
 
-def _under_torchrun(kind: str, fault: Fault, folder: str) -> None:
+def _under_torchrun(kind: str, fault: Fault, folder: str, python: str) -> None:
     """It ends all ranks when it sees that one has failed, three seconds later: the others still write their errors."""
     options = ["--standalone", f"--nproc-per-node={fault.at.ranks}", "--max-restarts=1", "--monitor-interval=3"]
     if "--shutdown-timeout" in get_args_parser().format_help():
         options.append("--shutdown-timeout=1")  # for a stopped rank, which SIGTERM does not end
-    command = [sys.executable, "-m", "torch.distributed.run", *options, *_arguments(kind, folder, fault)]
+    ranks = ["--no-python", python, *_arguments(kind, folder, fault)]
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the restarted ranks find the addresses of the dead ones
     environment = {**os.environ, **fresh, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [python, "-m", "torch.distributed.run", *options, *ranks]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG)
     if done.returncode:
         raise RuntimeError(f"torchrun ended with {done.returncode}:\n{done.stderr[-4000:]}")

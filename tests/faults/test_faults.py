@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.faults import poisoned, soak
 from tests.faults.__main__ import Combination, strike
 from tests.faults.poisoned import Plan
@@ -29,7 +30,8 @@ SOME = [
 
 @pytest.mark.parametrize("combination", SOME, ids=str)
 def test_survivors_are_told_and_the_restart_is_bit_exact(combination: Combination) -> None:
-    assert not strike(combination).problems(combination.fault)
+    with forked.python() as python:
+        assert not strike(combination, python=python).problems(combination.fault)
 
 
 @kinds
