@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from onebit.collectives.transport import TorchTransport
+from tests import forked
 from tests.fuzz import __main__ as command
 from tests.fuzz import collectives, runs
 from tests.fuzz.__main__ import TARGETS, Fuzzer
@@ -96,8 +97,9 @@ def test_what_nccl_would_not_take_is_found(fault: str, text: str) -> None:
 
 
 def test_the_command_runs_in_processes_of_its_own() -> None:
-    command = [sys.executable, "-m", "tests.fuzz", "--cases", "40", "--jobs", "2", "--only", "wire"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG)
+    with forked.python() as python:
+        command = [python, "-m", "tests.fuzz", "--cases", "40", "--jobs", "2", "--only", "wire"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=HUNG)
     assert done.returncode == 0 and "40 cases in " in done.stdout, done.stderr
 
 
