@@ -96,6 +96,8 @@ def test_hsdp_is_ddp_with_two_levels(rank: int, kind: str, reply: Any) -> bytes:
     """20 steps past the freeze to rounding of sums; 40 past it a sign or two within rounding of 0 have turned. Without
     the hook every bit is the same for 24 steps."""
     mesh, common = mesh_of(2, 2), {"reply": reply, "norm": "l1"}  # small scales: what a turned sign moves
+    if kind == "OneBitLamb":
+        common |= {"min_coeff": 0.1, "max_coeff": 0.12, "factor_min": 1.005, "factor_max": 1.01}  # all are met
     _, optimizer, ends = with_fsdp(rank, kind, AT[-1], mesh, **common)
     *_, plain = with_fsdp(rank, kind, AT[0], mesh, hook=False, **common)
     ddp_optimizer, theirs = with_ddp(rank, kind, AT[-1], **common)
