@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from onebit.cli import main as cli
 from onebit.cli.demo import command as demo
@@ -144,6 +145,17 @@ def test_a_failing_rank_is_reported_and_a_stubborn_one_is_killed(tmp_path, monke
     stubborn.running.terminate()
     stubborn.end(time.monotonic() + 0.2)
     assert stubborn.running.returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_waits_for_a_partner_ends_with_the_demo():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    rank = forked.Popen([sys.executable, "-m", ranks.MODULE, json.dumps(asdict(Settings()))], {**os.environ, **place})
+    try:
+        rank.stdin.close()
+        assert rank.wait(HUNG / 4) == 1
+    finally:
+        rank.kill()
 
 
 def test_of_ranks_that_ended_one_that_a_signal_has_ended_is_named(monkeypatch):
