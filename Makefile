@@ -21,7 +21,6 @@ EXTRAS_demo := perf
 EXTRAS_installed := test,check,perf,mpi
 EXTRAS_release := release
 HAS_installed := .venv/.demo
-# --no-compile: Python compiles the modules that are imported, pip all 14,000, for more than a minute.
 
 .PHONY: help demo test test-all check types lint format bench fuzz docs dist clean
 
@@ -87,6 +86,7 @@ clean:  ## remove .venv, caches and build outputs
 	@echo "Making .venv"
 	@$(PYTHON) -m venv .venv
 
+# --no-compile: Python compiles the modules that are imported, pip all 14,000, for more than a minute.
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing onebit and what it needs here ($(EXTRAS_$*)) into .venv: once, a minute or two on a fast connection"
 	@$(BIN)/python -m pip --disable-pip-version-check install --no-compile --no-input $(PIP_ARGS) \
