@@ -19,13 +19,13 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.nn.functional import pad
 
 from onebit import kernels
 from onebit.collectives.agreement import NODES, agree
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport, Transport, Work, all_gather_values
+from onebit.kernels.backends import labelled
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages, Norm, Scale
@@ -330,7 +330,7 @@ def _one_stage_on(under_way: list[Iterator[None]]) -> list[Iterator[None]]:
 
 def arrived(work: Work, messages: Messages, phase: str) -> None:
     """Wait for messages, and read what their headers say."""
-    with record_function(f"onebit.wait for {phase}"):
+    with labelled(f"wait for {phase}"):
         work.wait()
     messages.check(phase)
 

@@ -37,8 +37,9 @@ MODELS: dict[str, tuple[str, list[int]]] = {
     "large": ("25 M elements in 105 tensors", [686 * 686] * 53 + [686] * 52),
     "huge": ("336 M elements in 302 tensors", [1512 * 1512] * 147 + [1024] * 155),
     "many": ("5,000 tensors of 200 elements", [200] * 5000),
+    "small": ("300 tensors of 64 elements", [64] * 300),  # the host's time: the device has next to nothing to do
 }
-SHOWN = {"cpu": ("large", "many"), "cuda": ("huge", "many")}  # the models of a device
+SHOWN = {"cpu": ("large", "many"), "cuda": ("huge", "many", "small")}  # the models of a device
 # Of a model: which step is to take at most so many times the time of which of torch's.
 AT_MOST = {
     ("large", f"1-bit Adam, {STAGE_1}"): (FUSED, 1.2),

@@ -17,7 +17,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def written_by_address(tensors: Sequence[Tensor]) -> None:
     """Autograd does not see what passes write: with this a graph that has kept a value says so in its backward pass."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    try:
+        torch.autograd.graph.increment_version(tensors)
+    except RuntimeError:  # some are made in inference mode, and count nothing
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def are_contiguous(tensors: Sequence[Tensor]) -> bool:
+    """Whether every one has its elements side by side; without asking for layouts, since a sparse one refuses."""
+    try:
+        return all(map(Tensor.is_contiguous, tensors))
+    except RuntimeError:
+        return False
 
 
 class Pointers(Record):
@@ -71,12 +82,14 @@ class Pointers(Record):
     def _are_readable(self, tensors: Sequence[Tensor | None]) -> bool:
         """Asked of hundreds of tensors in every step: of all at once, in a third of the time."""
         there = [t for t in tensors if t is not None]
+        numels = self._numels
+        if len(there) < len(tensors):
+            numels = [n for n, t in zip(numels, tensors, strict=True) if t is not None]
         return (
-            {t.layout for t in there} <= {torch.strided}
+            are_contiguous(there)
             and {t.dtype for t in there} <= {self.dtype}
             and {t.device for t in there} <= {self.device}
-            and [t.numel() for t in there] == [n for n, t in zip(self._numels, tensors, strict=True) if t is not None]
-            and all(map(Tensor.is_contiguous, there))
+            and [t.numel() for t in there] == numels
         )
 
     def _readable(self, index: int, tensor: Tensor | None) -> Tensor | None:

@@ -100,7 +100,7 @@ def _for_tile(config: tuner.Config, tile: int) -> tuner.Config:
 
 
 def _on_device(like: Tensor, run: Callable[[], None]) -> None:
-    if like.is_cuda:
+    if like.is_cuda and like.get_device() != torch.cuda.current_device():
         with torch.cuda.device(like.device):
             run()
     else:

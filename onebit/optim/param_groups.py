@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper
-from onebit.kernels.data.pointers import DTYPES
+from onebit.kernels.data.pointers import DTYPES, are_contiguous
 from onebit.optim.memory_order import Order, is_dense, order_of
 from onebit.optim.sharding import is_sharded
 
@@ -48,7 +48,7 @@ def check_gradients(groups: Groups, names: Mapping[Tensor, str]) -> None:
     for group in groups:
         grads = [p.grad for p in group["params"]]
         there = [grad for grad in grads if grad is not None]
-        if {grad.layout for grad in there} <= {torch.strided} and all(map(Tensor.is_contiguous, there)):
+        if are_contiguous(there):
             continue  # of hundreds in every step, all are asked at once
         for p, grad in zip(group["params"], grads, strict=True):
             if grad is None:
@@ -111,7 +111,9 @@ def identities(groups: Groups) -> list[Identity]:
     for group in groups:
         params: Sequence[Tensor] = group["params"]
         training = [p.requires_grad for p in params]
-        permuted = [(i, order_of(p)) for i, p in enumerate(params) if training[i] and not p.is_contiguous()]
+        permuted = []
+        if not are_contiguous(params):
+            permuted = [(i, order_of(p)) for i, p in enumerate(params) if training[i] and not p.is_contiguous()]
         found.append((is_compressed(group), list(map(id, params)), training, permuted))
     return found
 
