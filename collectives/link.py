@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ SILENT_AFTER = 10  # seconds after which a host is given up that answers nothing
 STUCK_AFTER = 120  # and one that reads nothing
 PIECE = 2**16  # bytes
 MOST_UNSENT = 2**14  # bytes that the operating system holds and has not sent
+MOST_QUEUED = 0.01  # seconds that a byte waits in the network for those before it
 MOST_WAITING = 9.0  # times as long as sending takes, a link that gives way waits at most
 MOST_AT_ONCE = 1.0  # and so many seconds
 
@@ -60,7 +62,9 @@ class Link:
         return Done()
 
     def _wait_until_idle(self) -> float:
-        """When that was."""
+        """And until the network holds little of what was sent, which would delay messages. When that was."""
+        while self._idle is not None and self._queued() > MOST_QUEUED:
+            time.sleep(MOST_QUEUED / 4)
         begun = time.monotonic()
         if self._idle is None or self._idle.is_set():
             return begun
@@ -68,6 +72,14 @@ class Link:
         now = time.monotonic()
         self._may_wait = max(0.0, self._may_wait - (now - begun))
         return now
+
+    def _queued(self) -> float:
+        """Seconds by which round trips take longer than the shortest did, while bytes are on their way."""
+        if sys.platform != "linux":
+            return 0.0
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 152)
+        (unacknowledged,), (usual,), (shortest,) = (struct.unpack_from("I", info, at) for at in (24, 68, 148))
+        return (usual - shortest) / 1e6 if unacknowledged else 0.0
 
     def receive(self, out: Tensor, source: int, phase: str) -> Work:
         host = out.cpu()  # `out` itself where that is there

@@ -1,0 +1,81 @@
+"""A connection that gives way leaves the network to messages: little of what it has sent waits there."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from onebit.collectives import link
+from onebit.collectives.link import Link
+
+BASE, RATE = 0.003, 2.5e6  # seconds of a round trip, bytes a second
+# struct tcp_info of linux/tcp.h, in its order
+FIELDS = (
+    "rto", "ato", "snd_mss", "rcv_mss", "unacked", "sacked", "lost", "retrans", "fackets", "last_data_sent",
+    "last_ack_sent", "last_data_recv", "last_ack_recv", "pmtu", "rcv_ssthresh", "rtt", "rttvar", "snd_ssthresh",
+    "snd_cwnd", "advmss", "reordering", "rcv_rtt", "rcv_space", "total_retrans", "pacing_rate", "max_pacing_rate",
+    "bytes_acked", "bytes_received", "segs_out", "segs_in", "notsent_bytes", "min_rtt",
+)  # fmt: skip
+LAYOUT = "=8x24I4Q4I"
+
+
+class Network:
+    """A socket whose bytes leave one after the other, at RATE. Time passes while the sender sleeps."""
+
+    def __init__(self) -> None:
+        self.left, self.most, self.sent = 0.0, 0.0, 0
+
+    def setsockopt(self, *arguments: Any) -> None:
+        pass
+
+    settimeout = setsockopt
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+        values = dict.fromkeys(FIELDS, 10**6)
+        rtt = int(1e6 * (BASE + self.left / RATE))
+        values |= {"unacked": -(-int(self.left) // 1448), "rtt": rtt, "min_rtt": int(1e6 * BASE)}
+        return struct.pack(LAYOUT, *(values[name] for name in FIELDS))[:size]
+
+    def send(self, data: memoryview) -> int:
+        self.left, self.sent = self.left + len(data), self.sent + len(data)
+        self.most = max(self.most, self.left)
+        return len(data)
+
+    def sleep(self, seconds: float) -> None:
+        self.left = max(0.0, self.left - seconds * RATE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_only_a_link_that_gives_way_waits_until_the_network_holds_little_of_it(
+    gives_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, idle, values = Network(), threading.Event(), torch.zeros(2**20, dtype=torch.uint8)
+    monkeypatch.setattr(link, "time", SimpleNamespace(sleep=network.sleep, monotonic=lambda: 0.0))
+    sender = Link(network)  # type: ignore[arg-type]
+    idle.set()
+    if gives_way:
+        sender.give_way(idle)
+    sender.send(values, 0, "test")
+    assert network.sent == len(values)
+    assert network.most == len(values) if not gives_way else network.most <= link.PIECE + link.MOST_QUEUED * RATE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_bytes_that_have_arrived_hold_nothing_up() -> None:
+    """However long a round trip was."""
+    network = Network()
+    sender = Link(network)  # type: ignore[arg-type]
+    network.getsockopt = lambda *_: struct.pack(  # type: ignore[method-assign]
+        LAYOUT, *({"unacked": 0, "rtt": 10**6, "min_rtt": 1}.get(name, 10**6) for name in FIELDS)
+    )
+    sender.give_way(threading.Event())
+    assert sender._queued() == 0
