@@ -102,7 +102,7 @@ def blocks_of_momentum(own: Saved, size: int) -> tuple[Tensor, Tensor]:
 def decoded(bits: Tensor, scales: Tensor, numel: int, size: int) -> Tensor:
     """fp32 [messages, numel] of one parameter's bits and scales, of one message or several. size: of a block."""
     of_elements = scales.repeat_interleave(lengths_of(numel, size).to(scales.device), -1)
-    return torch.atleast_2d(((unpacked(bits).float() * 2 - 1) * of_elements)[..., :numel])
+    return torch.atleast_2d(torch.where(unpacked(bits), of_elements, -of_elements)[..., :numel])
 
 
 def encoded(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
