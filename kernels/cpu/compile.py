@@ -153,7 +153,7 @@ def _wait_for(lock: int, path: Path) -> None:
 
 @functools.cache
 def tell_once() -> None:
-    tell("Compiling for this processor what steps run, once, in about a minute. Kept in %s", cache.folder())
+    tell("Compiling for this processor what steps run, in about a minute. Kept in %s", cache.folder())
 
 
 def of_this_user(path: Path) -> bool:

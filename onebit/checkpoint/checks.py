@@ -37,6 +37,10 @@ _OTHERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # whether each can be
     "compressing": (lambda value: isinstance(value, bool), "true or false, as the stage was"),
     "optimizer": (lambda value: isinstance(value, str), "a name"),
     "chunks": (lambda value: isinstance(value, _LISTS), "a list of numbers"),
+    "mean_norm": (
+        lambda value: isinstance(value, _LISTS) and len(value) == 4 and all(map(is_finite, value)),
+        "a list of 4 numbers",
+    ),
     "settings": (lambda value: isinstance(value, Mapping), "a dict"),
     "fields": (lambda value: isinstance(value, str), "a string"),
     "reply": (lambda value: is_one_of(value, ("direct",)) or (is_whole(value) and value in WAYS), "a way to reply"),

@@ -52,6 +52,7 @@ from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.held import clear_fields
 from onebit.optim.limit import USUAL
+from onebit.optim.mean_norm import MeanNorm
 from onebit.optim.memory_order import Order, flattened, order_of, reordered
 from onebit.optim.options import check_group, is_known_key
 from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
@@ -204,6 +205,7 @@ class _Restoration:
         return Snapshot(
             parts,
             stages,
+            MeanNorm(setup.device, numbers["mean_norm"]),
             int(numbers["wire_bytes"]),
             residuals_missing=self.residuals_missing,
             momentum_was_folded=self.fold,
@@ -538,7 +540,7 @@ def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved
         return numbers
     return {
         "ranks": 1, "steps": steps, "skipped_steps": 0, "compressing": False, "chunks": [], "wire_bytes": 0,
-        "trace": [],
+        "mean_norm": [0.0] * 4, "trace": [],
     }  # fmt: skip
 
 

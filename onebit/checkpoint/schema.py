@@ -165,6 +165,7 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "wire_bytes": current.wire_bytes,
         "settings": dict(setup.algorithm.settings()),
         "fields": " ".join(sorted(_names_of_fields(current))),
+        "mean_norm": current.mean_norm.numbers.tolist(),
         "trace": json.dumps(stages.rule.state()),  # one value: dcp.load fills no lists of other lengths
     }
 

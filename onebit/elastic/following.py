@@ -186,6 +186,7 @@ class Follower:
             hyper, *shared = tensors
             step.follow(iter(shared), hyper, flags)
         step.count(flags)
+        current.mean_norm.put(value["mean_norm"])
         for p in (p for state in current.states for p in state.params):
             p.grad = None
         if current.stages.counts.tolist() != value["counts"]:

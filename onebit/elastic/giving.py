@@ -232,6 +232,7 @@ def _entry(step: Step, flags: Tensor, inner: OneBitOptimizer) -> Entry:
         "counts": current.stages.counts.tolist(),
         "groups": group_values(inner),
         "compressing": current.stages.compressing,
+        "mean_norm": current.mean_norm.numbers.tolist(),
         "chunks": [state.layout.chunks for state in current.compressed],
     }
     shared = [] if skipped else step.shared()

@@ -33,6 +33,7 @@ class Member:
     before: dict[str, Any]  # the same of the group before the last reform: see `Own.go_on`
     attempts: int  # steps taken or skipped, with a local one whose exchange is still to come
     skipped: int
+    mean_norm: list[float]  # what clipping knows of gradients
     alone: int  # local steps since the last exchange
     local: list[Any]  # what they have come to
     open: bool  # whether the exchange after local steps has begun, or is due
@@ -58,6 +59,7 @@ class Member:
             before=inner.before_reform,
             attempts=sum(counts) + (ends_local_steps and coming is not None),
             skipped=counts[1],
+            mean_norm=current.mean_norm.numbers.tolist(),
             alone=alone,
             local=current.local_progress,
             open=ends_local_steps or is_due,

@@ -158,7 +158,8 @@ class _Own:
             received.put_parameters(inner, groups)
         if stays:
             snapshot.stages.go_on_counting(inner.current.stages, members.left_out)
-        if members.stayers:
+        if members.stayers:  # one may have clipped the gradients of a step that another has not come to
+            snapshot.mean_norm.put(members.rows[members.stayers[0]].mean_norm)
             self._go_on_between_exchanges(topology, snapshot, members.local_progress)
         before = {"ranks": members.ranks_before, "kept": members.kept[members.everyone.rank]} if members.stayers else {}
         inner.before_reform = {

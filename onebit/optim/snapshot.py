@@ -26,6 +26,7 @@ from onebit.optim.fields import FIRST_MOMENTUM, MASTER, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import report_freeze, warn_of_zeros
 from onebit.optim.limit import LEAST, USUAL, UpdateLimit
+from onebit.optim.mean_norm import MeanNorm
 from onebit.optim.param_groups import betas_of, check_parameters
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -91,6 +92,7 @@ class Snapshot:
 
     parts: list[Part]
     stages: Stages
+    mean_norm: MeanNorm
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
     residuals_missing: bool = False  # whether a loaded state lacked this rank's residuals
     momentum_was_folded: bool = False  # whether a load, or a change of ranks, has put m into what is sent next
@@ -121,7 +123,7 @@ class Snapshot:
                 if p in known:
                     state.copy_parameter_from(i, *known[p])
         stages = before.stages if before else Stages(setup.freeze_rule(states), setup.device)
-        return cls([Part(state) for state in states], stages)
+        return cls([Part(state) for state in states], stages, before.mean_norm if before else MeanNorm(setup.device))
 
     @property
     def states(self) -> list[FlatState]:

@@ -73,6 +73,14 @@ class Step:
         """Those of this rank's gradients become those of what it moves by."""
         self.setup.topology.add_parts(squares)
 
+    def measure(self, squares: Tensor) -> None:
+        """What these squares, added up, say of gradients: see `MeanNorm`."""
+        self.current.mean_norm.full_step(squares, self.gradients.flags, self.setup.topology.nodes)
+
+    def of_mean(self, squares: Tensor) -> Tensor:
+        """Of the mean gradient, by those of what this step moves by."""
+        return squares
+
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """Exchange messages, then move every part, where flags is 0."""
         with held.kept(self.current.states):
@@ -164,6 +172,12 @@ class OneBitStep(Step):
         everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
         squares /= self.setup.topology.nodes
 
+    def measure(self, squares: Tensor) -> None:
+        self.current.mean_norm.compressed_step(squares, self.gradients.flags, self.setup.topology.nodes)
+
+    def of_mean(self, squares: Tensor) -> Tensor:
+        return self.current.mean_norm.of_mean(squares, self.setup.topology.nodes)
+
     def _exchange(self, hyper: Tensor) -> None:
         gradients = self.gradients
         self.current.exchange(hyper, gradients.flags, gradients.ranks_agreed, self.setup.options.elastic)
@@ -204,6 +218,12 @@ class LocalStep(Step):
     kind: ClassVar[Kind] = "local"
     timed_as: ClassVar[Timed] = "local"
     alone = True
+
+    def measure(self, squares: Tensor) -> None:
+        """Nothing: they are this rank's alone."""
+
+    def of_mean(self, squares: Tensor) -> Tensor:
+        return self.current.mean_norm.of_mean(squares, self.setup.topology.nodes)
 
     def _average(self, states: Sequence[FlatState]) -> None:
         node = self.setup.topology.node

@@ -259,9 +259,10 @@ class OneBitOptimizer(Progress):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of the coming step so that their norm is at most `max_norm`. Returns the norm before.
 
-        Stage 1: the norm of the averaged gradient. Stage 2: the root mean square over ranks of the local norms. One
-        coefficient for all ranks, applied as the step reads the gradients; `.grad` itself keeps its values. Of a local
-        step: this rank's own norm, and its own coefficient.
+        The norm is that of the averaged gradient; where a step sends 1 bit an element, what full-precision steps and
+        the root mean square over ranks of the local norms say of that norm. One coefficient for all ranks, applied as
+        the step reads the gradients; `.grad` itself keeps its values. Of a local step: by this rank's own norm, and its
+        own coefficient.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
@@ -273,10 +274,13 @@ class OneBitOptimizer(Progress):
         )
         squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
         self.gradients.max_norm = max_norm
+        again = self.gradients.were_checked(self.current.states)
         with counted(self.pay_off.waits):
             step.average_and_check(squares)
         step.add_squares(squares)
-        return self.gradients.clip(squares.sqrt().float(), max_norm)[0]
+        if not again:
+            step.measure(squares)
+        return self.gradients.clip(step.of_mean(squares).sqrt().float(), max_norm)[0]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """With overlap=True: around every backward pass but a step's last. DDP has its own."""

@@ -72,6 +72,7 @@ def shared_tensors(setup: Setup, current: Snapshot) -> Iterator[tuple[str, Tenso
     for part in current.parts:
         yield from ((f"{k} of all {part.state.dtype} parameters", v) for k, v in part.shared_tensors())
     yield "the count of steps", current.stages.counts
+    yield "what clipping knows of gradients", current.mean_norm.numbers
 
 
 def _description(names: Sequence[str], found: Mapping[int, Mismatch], of: Ranks) -> str:

@@ -45,6 +45,7 @@ class Case:
     grown: tuple[tuple[int, int, float], ...] = ()  # (first, last, times): of these steps gradients are so much larger
     seed: int = 0
     each: int = 1  # ranks a node; more than one is two levels
+    clip: float | None = None  # the norm that gradients are clipped to
 
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
@@ -142,7 +143,13 @@ def run(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], first
 def take(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step: int) -> None:
     for p, g in zip(params, case.gradients(rank, step), strict=True):
         p.grad = g
+    clip_as_asked(case, optimizer)
     optimizer.step()
+
+
+def clip_as_asked(case: Case, optimizer: Any) -> None:
+    if case.clip is not None:
+        optimizer.clip_grad_norm_(case.clip)
 
 
 def options_of(kind: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import warnings
 
 import numpy as np
@@ -47,6 +48,8 @@ OF_NUMBERS = [  # whose state, what of param_groups[0]["onebit"], other values, 
     (EITHER, "shards", [0], "shards is 0"),
     (EITHER, "settings", [[1]], "settings is a dict"),
     (EITHER, "fields", [["denominator"]], "fields is a string"),
+    (EITHER, "mean_norm", [GONE], "no mean_norm"),
+    (EITHER, "mean_norm", [0.0, [0.0] * 3, [0.0, 0.0, math.nan, 0.0]], "list of 4 numbers"),
     (EITHER, "trace", [GONE], "no trace"),
     (EITHER, "trace", [[[1.0]], "[[1.0]"], "trace is no JSON"),
     (EITHER, "trace", ['[["x"]]', "[[]]"], "list of lists of numbers"),

@@ -10,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 import onebit
-from onebit.collectives.transport.protocol import Work
+from onebit.collectives.transport.protocol import LocalTransport, Work
 from onebit.report.pay_off import Report
 from tests.faults.striking import Watched
 from tests.onebit.elastic.moves import RATE, Move, Moved, expected, flat, is_direct, moved, own_e, plan
 from tests.onebit.optim.simulation import LambSimulation, Simulation, check, of_senders
 from tests.onebit.optim.zero_one_simulation import ZeroOneSimulation
-from tests.onebit.runs import Case, bits, options_of, take
+from tests.onebit.runs import Case, bits, options_of, run, take
 from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
@@ -308,3 +309,22 @@ def count_sent(rank: int, size: int, in_good_order: bool) -> int:
     if ranks or in_good_order:
         onebit.reform(optimizer, ranks, leaving=[2] if in_good_order else [])
     return ranks.sent if ranks else 0
+
+
+def clipped_one_further(rank: int, size: int) -> list[float]:
+    """Rank 1 has clipped the gradients of a step in which a rank died; rank 2 joins."""
+    clipped = case(A).but(clip=0.5)
+    params, optimizer = clipped.made(group(2) if rank < 2 else LocalTransport())
+    run(clipped, rank, optimizer, params, 1, 5 if rank < 2 else 0)
+    if rank == 1:
+        optimizer.current.mean_norm.compressed_step(*torch.tensor([[3.0], [0.0]]), senders=2)
+    onebit.reform(optimizer, group(3))
+    before = optimizer.current.mean_norm.numbers.tolist()
+    take(clipped, rank, optimizer, params, 6)
+    assert optimizer.current.mean_norm.numbers.tolist() != before
+    return before
+
+
+def test_all_go_on_with_what_the_first_rank_knows_of_norms() -> None:
+    found = run_ranks(3, clipped_one_further)
+    assert found[0] == found[1] == found[2] and found[0][2] == 2.0 and min(found[0]) > 0

@@ -17,7 +17,8 @@ from torch import nn
 from onebit.optim.param_groups import is_compressed
 from onebit.optim.steps import kind_of_step
 from tests.onebit.optim.simulation import group_or_none
-from tests.onebit.runs import Case, arrays, bits, run, same, snapshot, take, unchanged
+from tests.onebit.runs import Case, arrays, bits, clip_as_asked, run, same, snapshot, take, unchanged
+from tests.oracle.mean_norm import MeanNorm
 
 
 def options(case: Any, **more: Any) -> Any:
@@ -54,11 +55,13 @@ def skips(rank: int, size: int, case: Case, tries: tuple[tuple[int, int, float],
             optimizer.begin_step()  # the freeze, where it is due, is no part of the skipped step
             state, values, schedule = snapshot(optimizer.state_dict()), bits(params), _schedule(optimizer)
             backward(case.but(bad=((step, *before[step]),)), rank, optimizer, params, step)
+            clip_as_asked(case, optimizer)
             optimizer.step()
             assert bits(params) == values, f"the step before step {step} was taken"
             assert unchanged(state, snapshot(optimizer.state_dict())), f"before step {step}"
             assert _schedule(optimizer) == schedule
         backward(case, rank, optimizer, params, step)
+        clip_as_asked(case, optimizer)
         optimizer.step()
     assert optimizer.skipped_steps == len(tries) and optimizer.compressing
     others, other = started(case, case.steps, rank, size)
@@ -114,13 +117,14 @@ def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
     that were multiplied beforehand. Every third step is not clipped."""
     (params, optimizer), (plain, other) = (started(case, 0, rank, size) for _ in range(2))
     apart, coefficients = [not is_compressed(case.groups[case.group_of(p)]) for p in range(len(params))], []
+    mean_norm = MeanNorm(size // case.each)
     for step in range(1, case.steps + 1):
         give(case, params, step, rank)
         coefficient = 1.0
         if step % 3:
             found = float(optimizer.clip_grad_norm_(max_norm))
             full = kind_of_step(optimizer.setup, optimizer.current) == "full"
-            norm = _norm(case, size, step, [full or own for own in apart])
+            norm = mean_norm.after(_squares(case, size, step, [full or own for own in apart]), full)
             np.testing.assert_allclose(found, norm, rtol=1e-5)
             np.testing.assert_allclose(float(optimizer.clip_grad_norm_(math.inf)), min(norm, max_norm), rtol=1e-4)
             coefficient = min(1.0, max_norm / (norm + 1e-6))
@@ -154,14 +158,14 @@ def scales(rank: int, size: int, case: Case, unscale: bool) -> tuple[bytes, list
     return bits(params), found
 
 
-def _norm(case: Case, size: int, step: int, averaged: list[bool]) -> float:
-    """Of the averaged gradient where it is averaged, elsewhere the root mean square of the ranks'."""
+def _squares(case: Case, size: int, step: int, averaged: list[bool]) -> float:
+    """Of the averaged gradient where it is averaged, elsewhere the mean of the ranks'."""
     nodes = [case.node_gradients(node, step) for node in range(size // case.each)]
     square = 0.0
     for mean, of in zip(averaged, zip(*nodes, strict=True), strict=True):
         own = [np.asarray(g, dtype=np.float64) for g in of]
         square += float((np.mean(own, 0) ** 2).sum() if mean else np.mean([(g**2).sum() for g in own]))
-    return math.sqrt(square)
+    return square
 
 
 def _schedule(optimizer: Any) -> Any:

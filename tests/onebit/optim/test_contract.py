@@ -41,6 +41,8 @@ SKIPS = {
     "0/1 Adam, tensor scale": (2, options(ZERO_ONE, scale="tensor", chunks=2), IN_FULL),
     "0/1 Adam, 16 bits, early": (2, options(ZERO_ONE.but(dtype="bfloat16"), overlap=True, chunks=2), IN_FULL),
     "0/1 Adam, direct": (2, options(ZERO_ONE, reply="direct"), IN_FULL),
+    "Adam, clipped": (2, ADAM.but(clip=1.0), TRIES),
+    "0/1 Adam, clipped": (3, ZERO_ONE.but(clip=1.0), IN_FULL),
     "of what is not compressed": (2, options(APART, chunks=2), TRIES),
     "of what is, beside it": (2, options(APART.but(groups=APART.groups[::-1]), overlap=True, chunks=2), TRIES),
     "of LAMB's, direct": (2, options(APART.but(kind="OneBitLamb"), reply="direct"), TRIES),
@@ -67,6 +69,8 @@ RESUMES = {
         2, options(FILLED.but(bad=((9, 1, NAN), (10, 0, INF))), scale="tensor"), (9, 10, 11),
     ),
     "0/1 Adam": (3, options(ZERO_ONE, chunks=2), (2, 3, 4, 5, 6, 7)),
+    "0/1 Adam, clipped": (2, ZERO_ONE.but(steps=20, clip=1.0), (2, 5, 14)),
+    "Adam, clipped": (2, ADAM.but(clip=1.0), (2, 3, 4, 6)),
     "0/1 Adam, tensor scale": (2, options(ZERO_ONE, scale="tensor"), (3, 4, 5)),
     "0/1 Adam, direct": (2, options(ZERO_ONE, reply="direct"), (3, 4, 5)),
     "local steps": (2, options(ZERO_ONE.but(steps=20), **LOCAL), (7, 8, 10, 12)),
@@ -110,10 +114,10 @@ def test_messages_that_leave_in_backward_change_no_bit(name: str) -> None:
 # Clipped
 
 CLIPS = {
-    "Adam": (2, ADAM.but(steps=6), 3.0),
+    "Adam": (2, ADAM.but(steps=18), 3.0),
     "Adam, a norm that is never reached": (2, ADAM.but(steps=6), 1e6),
     "LAMB": (2, ADAM.but(kind="OneBitLamb", steps=6), 3.0),
-    "0/1 Adam": (3, ZERO_ONE.but(steps=8), 3.0),
+    "0/1 Adam": (3, ZERO_ONE.but(steps=30), 3.0),
     "some not compressed": (2, APART, 1.0),
     "some not compressed, of nodes": (4, APART.but(each=2), 1.0),
     "some of 0/1 Adam's": (2, SPACED.but(steps=6), 1.0),
