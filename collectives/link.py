@@ -24,6 +24,7 @@ STUCK_AFTER = 120  # and one that reads nothing
 PIECE = 2**16  # bytes
 MOST_UNSENT = 2**14  # bytes that the operating system holds and has not sent
 MOST_QUEUED = 0.01  # seconds that a byte waits in the network for those before it
+MOST_FOR_QUEUE = 0.1  # seconds that a piece waits for this: others fill the network, too
 MOST_WAITING = 9.0  # times as long as sending takes, a link that gives way waits at most
 MOST_AT_ONCE = 1.0  # and so many seconds
 
@@ -63,8 +64,10 @@ class Link:
 
     def _wait_until_idle(self) -> float:
         """And until the network holds little of what was sent, which would delay messages. When that was."""
-        while self._idle is not None and self._queued() > MOST_QUEUED:
+        waited = 0.0
+        while self._idle is not None and waited < MOST_FOR_QUEUE and self._queued() > MOST_QUEUED:
             time.sleep(MOST_QUEUED / 4)
+            waited += MOST_QUEUED / 4
         begun = time.monotonic()
         if self._idle is None or self._idle.is_set():
             return begun
@@ -74,12 +77,13 @@ class Link:
         return now
 
     def _queued(self) -> float:
-        """Seconds by which round trips take longer than the shortest did, while bytes are on their way."""
-        if sys.platform != "linux":
+        """Seconds by which round trips take longer than the shortest did, and half as long again as it: some are, by
+        chance. 0 where no byte is on its way, or nobody knows."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 152) if sys.platform == "linux" else b""
+        if len(info) < 152:
             return 0.0
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 152)
         (unacknowledged,), (usual,), (shortest,) = (struct.unpack_from("I", info, at) for at in (24, 68, 148))
-        return (usual - shortest) / 1e6 if unacknowledged else 0.0
+        return (usual - 1.5 * shortest) / 1e6 if unacknowledged else 0.0
 
     def receive(self, out: Tensor, source: int, phase: str) -> Work:
         host = out.cpu()  # `out` itself where that is there

@@ -48,7 +48,8 @@ class Profiled:
 
 
 def labelled(name: str) -> AbstractContextManager[None]:
-    """A context that profiles show as `onebit.<name>`. A label takes the host some 20 us, so only profilers get one."""
+    """A context that profiles of torch.profiler and emit_nvtx show as `onebit.<name>`; a label costs 20 us, so others
+    get none."""
     return profiler.record_function(f"onebit.{name}") if profiler._is_profiler_enabled else nullcontext()
 
 

@@ -73,7 +73,12 @@ class Pointers(Record):
             )
         readable = self._are_readable(tensors)
         self.tensors = list(tensors) if readable else [self._readable(i, t) for i, t in enumerate(tensors)]
-        self._upload.write([0 if t is None else t.data_ptr() for t in self.tensors], self.addresses)
+        try:
+            addresses = [0 if t is None else t.data_ptr() for t in self.tensors]
+        except RuntimeError:  # a layout that has no address
+            self.tensors = [self._readable(i, t) for i, t in enumerate(tensors)]
+            raise
+        self._upload.write(addresses, self.addresses)
 
     def release(self) -> None:
         """Keep no tensor alive; the addresses stay, and `bind_tensors` is due before the next use."""

@@ -37,15 +37,20 @@ _OTHERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # whether each can be
     "compressing": (lambda value: isinstance(value, bool), "true or false, as the stage was"),
     "optimizer": (lambda value: isinstance(value, str), "a name"),
     "chunks": (lambda value: isinstance(value, _LISTS), "a list of numbers"),
-    "mean_norm": (
-        lambda value: isinstance(value, _LISTS) and len(value) == 4 and all(map(is_finite, value)),
-        "a list of 4 numbers",
-    ),
+    "mean_norm": (lambda value: _is_mean_norm(value), "a list of 4 numbers that go together"),
     "settings": (lambda value: isinstance(value, Mapping), "a dict"),
     "fields": (lambda value: isinstance(value, str), "a string"),
     "reply": (lambda value: is_one_of(value, ("direct",)) or (is_whole(value) and value in WAYS), "a way to reply"),
     "scale": (lambda value: is_one_of(value, get_args(Scale)), "a kind of scale"),
 }
+
+
+def _is_mean_norm(value: Any) -> bool:
+    """Whether it can be the `numbers` of a `MeanNorm`."""
+    if not isinstance(value, _LISTS) or len(value) != 4 or not all(is_finite(each) and each >= 0 for each in value):
+        return False
+    _, local, steps, share = map(float, value)
+    return share <= 1 and steps.is_integer() and (local > 0 or steps == 0)
 
 
 def check_structure(state_dict: object) -> None:

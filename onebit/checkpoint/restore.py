@@ -52,7 +52,7 @@ from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.held import clear_fields
 from onebit.optim.limit import USUAL
-from onebit.optim.mean_norm import MeanNorm
+from onebit.optim.mean_norm import ANEW, MeanNorm
 from onebit.optim.memory_order import Order, flattened, order_of, reordered
 from onebit.optim.options import check_group, is_known_key
 from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
@@ -205,11 +205,17 @@ class _Restoration:
         return Snapshot(
             parts,
             stages,
-            MeanNorm(setup.device, numbers["mean_norm"]),
+            MeanNorm(setup.device, self._mean_norm()),
             int(numbers["wire_bytes"]),
             residuals_missing=self.residuals_missing,
             momentum_was_folded=self.fold,
         )
+
+    def _mean_norm(self) -> list[float]:
+        """With another number of senders F is not known: a mean of more gradients is shorter."""
+        full, *others = map(float, self.numbers["mean_norm"])
+        same = int(self.numbers["ranks"]) // int(self.numbers.get("slices", 1)) == self.setup.topology.nodes
+        return [full if same else 0.0, *others]
 
     def _in_stage_2(self, state: FlatState) -> bool:
         return self.numbers["compressing"] and state.compressed
@@ -540,7 +546,7 @@ def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved
         return numbers
     return {
         "ranks": 1, "steps": steps, "skipped_steps": 0, "compressing": False, "chunks": [], "wire_bytes": 0,
-        "mean_norm": [0.0] * 4, "trace": [],
+        "mean_norm": ANEW, "trace": [],
     }  # fmt: skip
 
 

@@ -145,7 +145,7 @@ class _Own:
         inner, stays = self.inner, not members.rows[members.everyone.rank].new
         if stays:
             members.settle(inner)
-            self._save(members.left_out)
+            self._save(members)
         received = self._get_states(members)
         built: list[tuple[list[dict[str, Any]], Snapshot]] = []
         build = partial(self._restored, topology, received, members.momentum_was_folded)
@@ -158,8 +158,7 @@ class _Own:
             received.put_parameters(inner, groups)
         if stays:
             snapshot.stages.go_on_counting(inner.current.stages, members.left_out)
-        if members.stayers:  # one may have clipped the gradients of a step that another has not come to
-            snapshot.mean_norm.put(members.rows[members.stayers[0]].mean_norm)
+        if members.stayers:
             self._go_on_between_exchanges(topology, snapshot, members.local_progress)
         before = {"ranks": members.ranks_before, "kept": members.kept[members.everyone.rank]} if members.stayers else {}
         inner.before_reform = {
@@ -213,13 +212,14 @@ class _Own:
                 "reform on those that are left, without leaving="
             )
 
-    def _save(self, left_out: int) -> None:
+    def _save(self, members: Settlement) -> None:
         """What this rank has now, beside what others have handed over."""
         setup, current, handed = self.inner.setup, self.inner.current, self.saved
         self.saved, self.numbers = schema.save(setup, current), schema.progress(setup, current)
-        self.numbers["steps"] += left_out
+        self.numbers["steps"] += members.left_out
+        self.numbers["mean_norm"] = members.rows[members.stayers[0]].mean_norm  # a step may have ended on some alone
         for p, own in self.saved.items():
-            own["step"] += left_out
+            own["step"] += members.left_out
             own |= handed.get(p, {})
 
     def _get_states(self, members: Members) -> Shared | None:

@@ -47,6 +47,7 @@ class Gradients:
         self._checked: Versions | None = None
         self.max_norm: float | None = None  # to which a norm that is not known yet will be clipped
         self._clip: Tensor | None = None
+        self.squares: Tensor | None = None  # their sum, fp64 [1], where they are clipped
         self._unscale: Tensor | None = None  # 1 / GradScaler's scale, fp32 [1], unless gradients are as they should be
         self._found_inf: Tensor | int | None = None  # by GradScaler, on this rank; the number 0 without any gradient
         self._averaged: dict[str, Versions] = {}  # what, and as it was then
@@ -154,10 +155,12 @@ class Gradients:
         hyper, asked = self.write_hyper(setup, current, clipped=False), self.max_norm
         self.check_finite(current.states, setup.topology.everyone, hyper, squares, agree=False)
         if asked is not None and self._clip is None:
-            self.clip(squares.sqrt().float(), asked)
+            self.clip(squares, squares, asked)
 
-    def clip(self, norm: Tensor, max_norm: float) -> Tensor:
-        """`norm` is that of the gradients as they lie. What it is with the clipping there was, before this one."""
+    def clip(self, squares: Tensor, of_mean: Tensor, max_norm: float) -> Tensor:
+        """By the norm of their mean, from its square and the `squares` of the gradients as they lie. What the norm is
+        with the clipping there was, before this one."""
+        self.squares, norm = squares, of_mean.sqrt().float()
         before = torch.ones_like(norm) if self._clip is None else self._clip
         self._clip = before * (max_norm / (norm * before + 1e-6)).clamp(max=1.0)
         return norm * before

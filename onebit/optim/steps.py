@@ -73,9 +73,9 @@ class Step:
         """Those of this rank's gradients become those of what it moves by."""
         self.setup.topology.add_parts(squares)
 
-    def measure(self, squares: Tensor) -> None:
-        """What these squares, added up, say of gradients: see `MeanNorm`."""
-        self.current.mean_norm.full_step(squares, self.gradients.flags, self.setup.topology.nodes)
+    def measure(self, squares: Tensor, flags: Tensor) -> None:
+        """The step has ended, and was clipped: what the squares of its gradients say of them. See `MeanNorm`."""
+        self.current.mean_norm.full_step(squares, flags, self.setup.topology.nodes)
 
     def of_mean(self, squares: Tensor) -> Tensor:
         """Of the mean gradient, by those of what this step moves by."""
@@ -172,8 +172,8 @@ class OneBitStep(Step):
         everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
         squares /= self.setup.topology.nodes
 
-    def measure(self, squares: Tensor) -> None:
-        self.current.mean_norm.compressed_step(squares, self.gradients.flags, self.setup.topology.nodes)
+    def measure(self, squares: Tensor, flags: Tensor) -> None:
+        self.current.mean_norm.compressed_step(squares, flags, self.setup.topology.nodes)
 
     def of_mean(self, squares: Tensor) -> Tensor:
         return self.current.mean_norm.of_mean(squares, self.setup.topology.nodes)
@@ -219,7 +219,7 @@ class LocalStep(Step):
     timed_as: ClassVar[Timed] = "local"
     alone = True
 
-    def measure(self, squares: Tensor) -> None:
+    def measure(self, squares: Tensor, flags: Tensor) -> None:
         """Nothing: they are this rank's alone."""
 
     def of_mean(self, squares: Tensor) -> Tensor:

@@ -142,6 +142,8 @@ class OneBitOptimizer(Progress):
         return loss
 
     def end_step(self, step: Step, flags: Tensor) -> None:
+        if self.gradients.squares is not None:
+            step.measure(self.gradients.squares, flags)
         self.after_step += step.count(flags)
         if self.giver is not None:
             self.giver.step_ended(step, flags)
@@ -261,8 +263,8 @@ class OneBitOptimizer(Progress):
 
         The norm is that of the averaged gradient; where a step sends 1 bit an element, what full-precision steps and
         the root mean square over ranks of the local norms say of that norm. One coefficient for all ranks, applied as
-        the step reads the gradients; `.grad` itself keeps its values. Of a local step: by this rank's own norm, and its
-        own coefficient.
+        the step reads the gradients; `.grad` itself keeps its values. In a local step each rank goes by what its own
+        norm says, and has a coefficient of its own.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
@@ -274,13 +276,10 @@ class OneBitOptimizer(Progress):
         )
         squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
         self.gradients.max_norm = max_norm
-        again = self.gradients.were_checked(self.current.states)
         with counted(self.pay_off.waits):
             step.average_and_check(squares)
         step.add_squares(squares)
-        if not again:
-            step.measure(squares)
-        return self.gradients.clip(step.of_mean(squares).sqrt().float(), max_norm)[0]
+        return self.gradients.clip(squares, step.of_mean(squares), max_norm)[0]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """With overlap=True: around every backward pass but a step's last. DDP has its own."""

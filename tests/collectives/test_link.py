@@ -27,10 +27,11 @@ LAYOUT = "=8x24I4Q4I"
 
 
 class Network:
-    """A socket whose bytes leave one after the other, at RATE. Time passes while the sender sleeps."""
+    """A socket whose bytes leave one after the other, at RATE. Time passes while the sender sleeps. busy: others' bytes
+    are in the network, and none of the sender's."""
 
-    def __init__(self) -> None:
-        self.left, self.most, self.sent = 0.0, 0.0, 0
+    def __init__(self, busy: bool = False) -> None:
+        self.left, self.most, self.sent, self.busy = 0.0, 0.0, 0, busy
 
     def setsockopt(self, *arguments: Any) -> None:
         pass
@@ -41,7 +42,7 @@ class Network:
         assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
         values = dict.fromkeys(FIELDS, 10**6)
         rtt = int(1e6 * (BASE + self.left / RATE))
-        values |= {"unacked": -(-int(self.left) // 1448), "rtt": rtt, "min_rtt": int(1e6 * BASE)}
+        values |= {"unacked": 0 if self.busy else -(-int(self.left) // 1448), "rtt": rtt, "min_rtt": int(1e6 * BASE)}
         return struct.pack(LAYOUT, *(values[name] for name in FIELDS))[:size]
 
     def send(self, data: memoryview) -> int:
@@ -54,11 +55,13 @@ class Network:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-@pytest.mark.parametrize("gives_way", [False, True])
+@pytest.mark.parametrize(
+    ("gives_way", "busy", "waits"), [(False, False, False), (True, False, True), (True, True, False)]
+)
 def test_only_a_link_that_gives_way_waits_until_the_network_holds_little_of_it(
-    gives_way: bool, monkeypatch: pytest.MonkeyPatch
+    gives_way: bool, busy: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    network, idle, values = Network(), threading.Event(), torch.zeros(2**20, dtype=torch.uint8)
+    network, idle, values = Network(busy), threading.Event(), torch.zeros(2**20, dtype=torch.uint8)
     monkeypatch.setattr(link, "time", SimpleNamespace(sleep=network.sleep, monotonic=lambda: 0.0))
     sender = Link(network)  # type: ignore[arg-type]
     idle.set()
@@ -66,16 +69,21 @@ def test_only_a_link_that_gives_way_waits_until_the_network_holds_little_of_it(
         sender.give_way(idle)
     sender.send(values, 0, "test")
     assert network.sent == len(values)
-    assert network.most == len(values) if not gives_way else network.most <= link.PIECE + link.MOST_QUEUED * RATE
+    few = link.PIECE + (link.MOST_QUEUED + BASE) * RATE
+    assert network.most <= few if waits else network.most == len(values)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_bytes_that_have_arrived_hold_nothing_up() -> None:
-    """However long a round trip was."""
-    network = Network()
+def test_a_network_that_others_fill_holds_a_piece_up_for_a_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an old system, which does not tell, holds nothing up."""
+    network, idle, slept = Network(), threading.Event(), list[float]()
+    monkeypatch.setattr(link, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: 0.0))
+    network.left = 1e9
     sender = Link(network)  # type: ignore[arg-type]
-    network.getsockopt = lambda *_: struct.pack(  # type: ignore[method-assign]
-        LAYOUT, *({"unacked": 0, "rtt": 10**6, "min_rtt": 1}.get(name, 10**6) for name in FIELDS)
-    )
-    sender.give_way(threading.Event())
-    assert sender._queued() == 0
+    idle.set()
+    sender.give_way(idle)
+    sender.send(torch.zeros(2 * link.PIECE, dtype=torch.uint8), 0, "test")
+    assert sum(slept) == pytest.approx(2 * link.MOST_FOR_QUEUE, rel=0.1)
+    network.getsockopt = lambda *_: bytes(104)  # type: ignore[method-assign]
+    sender.send(torch.zeros(2 * link.PIECE, dtype=torch.uint8), 0, "test")
+    assert sum(slept) == pytest.approx(2 * link.MOST_FOR_QUEUE, rel=0.1)

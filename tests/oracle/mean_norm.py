@@ -7,27 +7,32 @@ import math
 
 class MeanNorm:
     def __init__(self, senders: int) -> None:
-        self.share_of_mean = 1 - 1 / senders  # of the noise, what the mean cancels
-        self.fulls: list[float] = []  # |mean g|^2 of full steps, averaged: the newest counts .3
-        self.locals: list[float] = []  # mean |g_i|^2 of compressed steps
-        self.recent = math.nan  # of them, the mean of 8; later the newest counts an eighth
-        self.noise = 0.0
+        self.of_noise = 1 - 1 / senders  # what the mean cancels
+        self.full = self.local = self.noise = 0.0  # |mean g|^2, mean |g_i|^2, the share of noise in the latter
+        self.compressed_steps = 0
 
-    def after(self, squares: float, full: bool) -> float:
-        """The norm to clip by in the next step, from what its gradients' squares add up to."""
+    def norm(self, squares: float, full: bool) -> float:
+        """To clip the coming step by, from what its gradients' squares add up to."""
+        return math.sqrt(squares if full else squares * (1 - self.noise * self.of_noise))
+
+    def take(self, squares: float, full: bool) -> None:
+        """That step."""
         if full:
-            if self.locals:
-                self.noise = (self.noise + self._noise(squares)) / 2
-            self.fulls.append(squares if not self.fulls else 0.7 * self.fulls[-1] + 0.3 * squares)
-            return math.sqrt(squares)
-        self.locals.append(squares)
-        if len(self.locals) <= 8:
-            self.recent = sum(self.locals) / len(self.locals)
-            if self.fulls:
-                self.noise = self._noise(self.fulls[-1])
-        else:
-            self.recent = 7 / 8 * self.recent + squares / 8
-        return math.sqrt(squares * (1 - self.noise * self.share_of_mean))
+            if self.compressed_steps:
+                self.noise = (self.noise + self._measured(squares, self.local)) / 2
+            self.full = self._mean(self.full, squares, 0.3)
+            return
+        if self.full and squares * (1 - self.of_noise) > 4 * self.full:
+            return  # noise alone does not explain it
+        self.compressed_steps += 1
+        if self.full and self.compressed_steps <= 8:
+            before = self.noise * (self.compressed_steps - 1)
+            self.noise = (before + self._measured(self.full, squares)) / self.compressed_steps
+        self.local = self._mean(self.local, squares, 1 / 8)
 
-    def _noise(self, full: float) -> float:
-        return min(1.0, max(0.0, (1 - full / self.recent) / self.share_of_mean))
+    def _measured(self, full: float, local: float) -> float:
+        return min(1.0, max(0.0, (1 - full / local) / self.of_noise))
+
+    @staticmethod
+    def _mean(before: float, newest: float, weight: float) -> float:
+        return weight * min(newest, 4 * before) + (1 - weight) * before if before else newest

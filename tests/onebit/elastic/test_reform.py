@@ -327,4 +327,6 @@ def clipped_one_further(rank: int, size: int) -> list[float]:
 
 def test_all_go_on_with_what_the_first_rank_knows_of_norms() -> None:
     found = run_ranks(3, clipped_one_further)
-    assert found[0] == found[1] == found[2] and found[0][2] == 2.0 and min(found[0]) > 0
+    assert found[0] == found[1] == found[2]
+    of_other_ranks, local, steps, share = found[0]
+    assert of_other_ranks == 0 and local > 0 and steps == 2 and 0 < share < 1
