@@ -24,7 +24,7 @@ def written_by_address(tensors: Sequence[Tensor]) -> None:
 
 
 def are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Whether every one has its elements side by side; without asking for layouts, since a sparse one refuses."""
+    """Whether every one has its elements side by side. A sparse one says no, or refuses to say."""
     try:
         return all(map(Tensor.is_contiguous, tensors))
     except RuntimeError:
@@ -75,8 +75,9 @@ class Pointers(Record):
         self.tensors = list(tensors) if readable else [self._readable(i, t) for i, t in enumerate(tensors)]
         try:
             addresses = [0 if t is None else t.data_ptr() for t in self.tensors]
-        except RuntimeError:  # a layout that has no address
-            self.tensors = [self._readable(i, t) for i, t in enumerate(tensors)]
+        except RuntimeError:  # a layout without addresses, of which torch says that it is contiguous
+            for i, t in enumerate(tensors):
+                self._readable(i, t)
             raise
         self._upload.write(addresses, self.addresses)
 

@@ -214,7 +214,7 @@ class _Restoration:
     def _mean_norm(self) -> list[float]:
         """With another number of senders F is not known: a mean of more gradients is shorter."""
         full, *others = map(float, self.numbers["mean_norm"])
-        same = int(self.numbers["ranks"]) // int(self.numbers.get("slices", 1)) == self.setup.topology.nodes
+        same = int(self.numbers["ranks"]) // int(self.numbers["slices"]) == self.setup.topology.nodes
         return [full if same else 0.0, *others]
 
     def _in_stage_2(self, state: FlatState) -> bool:
@@ -545,8 +545,8 @@ def _numbers(setup: Setup, numbers: dict[str, Any], saved: Mapping[Tensor, Saved
         setup.algorithm.check_saved_settings(numbers["settings"], steps)
         return numbers
     return {
-        "ranks": 1, "steps": steps, "skipped_steps": 0, "compressing": False, "chunks": [], "wire_bytes": 0,
-        "mean_norm": ANEW, "trace": [],
+        "ranks": 1, "slices": 1, "steps": steps, "skipped_steps": 0, "compressing": False, "chunks": [],
+        "wire_bytes": 0, "mean_norm": ANEW, "trace": [],
     }  # fmt: skip
 
 

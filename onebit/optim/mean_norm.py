@@ -24,7 +24,7 @@ from torch import Tensor
 STEPS = 8
 OF_FULL = 0.3  # what the newest full step counts in F
 OF_SHARE = 0.5  # what the newest measurement counts in s
-MOST = 4.0  # times as large as before a step counts in F and L at most; nor does one count that is so far from F
+MOST = 4.0  # times F or L, a step counts in it; a compressed step with more than 4 N times F counts nowhere
 ANEW = (0.0, 0.0, 0.0, 0.0)
 
 

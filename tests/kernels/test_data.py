@@ -195,6 +195,8 @@ def test_views_gradients_that_are_not_contiguous_and_empty_tensors():
      ["parameter 2", "meta", "cpu", "move it with .to('cpu')"]),
     (Pointers.to, {"tensors": replaced(0, torch.zeros(3, 2).t()), "what": "parameter"}, ValueError,
      ["parameter 0", "not contiguous", "(2, 3)", "(1, 2)", "in place", "parameter.contiguous()"]),
+    (Pointers.to, {"tensors": replaced(1, torch.zeros(4).to_mkldnn())}, ValueError,
+     ["gradient 1", "layout torch._mkldnn", "to_dense()"]),
     (Pointers.to, {"tensors": replaced(1, torch.zeros(4).to_sparse())}, ValueError,
      ["gradient 1", "sparse", "every element", "sparse=False", "to_dense()"]),
     (Pointers.to, {"tensors": replaced(1, torch.zeros(5))}, ValueError,
