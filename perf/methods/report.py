@@ -44,9 +44,7 @@ INTRODUCTION = f"""Written by `python -m perf.methods` from the records in `perf
 writes. The network lab makes the networks on one machine (`perf/lab`; root on Linux), with a rank a host, over Gloo.
 
 * **Training**: a byte-level transformer learns Python's documentation in {STEPS} steps of 4 windows a rank. All methods
-  have the same start, data and one-cycle schedule, and clip gradients to a norm of {CLIP:g}. In these
-  records onebit's compressed steps go by the root mean square of the ranks' norms, which clips harder than onebit
-  does now, by the norm of the mean gradient. Each method takes the best
+  have the same start, data and one-cycle schedule, and clip gradients to a norm of {CLIP:g}. Each method takes the best
   learning rate of {ADAM_LR:g} (LAMB: {LAMB_LR:g}), half and twice of that rate, on the first seed.
 * **Uncompressed steps**: a method that begins with uncompressed steps takes {FREEZE}; PowerSGD "soon" takes
   {FREEZE // POWERSGD_SOONER}. If a run has several kinds of steps, a table lists the kinds in the order of their first
