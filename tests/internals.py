@@ -23,7 +23,7 @@ def let_groups_share_a_loop() -> None:
     gloo: Any = dist.ProcessGroupGloo
     own, device = gloo.__init__, gloo.create_default_device()
 
-    def with_device(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def with_device(self: Any, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
         options = gloo._Options()
         options._timeout, options._devices = timeout, [device]
         own(self, store, rank, size, options)
