@@ -7,10 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from torch import Tensor
+
 from onebit.collectives.agreement import NODES, listed
 from onebit.collectives.transport.protocol import Ranks
 from onebit.elastic.moving import group_values
+from onebit.optim.memory_order import order_of
+from onebit.optim.param_groups import COMPRESS, is_compressed
 from onebit.optim.setup import Setup
+from onebit.optim.sharding import local
 from onebit.optim.steps import Step, SyncStep
 from onebit.optimizers.optimizer import OneBitOptimizer
 
@@ -42,6 +47,7 @@ class Member:
     has_averages: bool  # of a full step that has not ended
     compressing: bool
     chunks: list[int]
+    overlaps: bool  # whether overlap is wanted, and was not turned off
     follows: bool  # whether a rank that joins has a state by onebit.follow
     cannot_give: str  # why this rank can give no state to one that joins
 
@@ -68,6 +74,7 @@ class Member:
             has_averages=type(coming) is Step and inner.begun,
             compressing=current.stages.compressing,
             chunks=[state.layout.chunks for state in current.compressed],
+            overlaps=inner.overlap.wanted,
             follows=inner.follower is not None,
             cannot_give=_why_not(lambda: group_values(inner)),
         )
@@ -141,6 +148,11 @@ class Members:
         """Whether ranks that have gone on once more than others hold no messages any more."""
         return any(self.rows[r].reforms > self.reforms and self.rows[r].before["folded"] for r in self.stayers)
 
+    @property
+    def overlap(self) -> bool:
+        """Whether all want it: a rank that joins has not seen it turned off."""
+        return all(each.overlaps for each in self.rows)
+
     def name(self, rank: int) -> str:
         return listed([rank], self.everyone)
 
@@ -176,13 +188,19 @@ class Members:
 def facts_of_model(setup: Setup, nodes: str) -> dict[str, float | str]:
     """What a rank that joins must have in common with the others. nodes: how they are found in the new group."""
     params = [p for group in setup.groups for p in group["params"]]
-    layout = str([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
+
+    def checksum(what: Callable[[Tensor], Any]) -> int:
+        return zlib.crc32(str(list(map(what, params))).encode())
+
     return {
         NODES: nodes,
         "optimizer": setup.name,
         "parameters": len(params),
         "elements": sum(p.numel() for p in params),
-        "checksum of shapes and dtypes": zlib.crc32(layout.encode()),
+        "checksum of shapes and dtypes": checksum(lambda p: (tuple(p.shape), str(p.dtype), p.requires_grad)),
+        "checksum of memory orders": checksum(lambda p: order_of(local(p))),
+        "checksum of masks": checksum(lambda p: p in setup.held and zlib.crc32(setup.held[p].cpu().numpy().tobytes())),
+        COMPRESS: str([is_compressed(group) for group in setup.groups]),
         "param groups of so many parameters": str([len(group["params"]) for group in setup.groups]),
         **{each.name: str(getattr(setup.options, each.name)) for each in fields(setup.options)},
         **setup.algorithm.settings(),

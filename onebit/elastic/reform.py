@@ -167,7 +167,7 @@ class _Own:
             "folded": snapshot.momentum_was_folded,
         }
         inner.reforms = members.reforms + 1
-        use_ranks(inner, topology, snapshot)
+        use_ranks(inner, topology, snapshot, members.overlap)
 
     def _check(self) -> None:
         inner = self.inner
@@ -278,11 +278,12 @@ class _Own:
             snapshot.go_on_with_local_steps(setup, hyper, progress, before)
 
 
-def use_ranks(inner: OneBitOptimizer, topology: Topology, snapshot: Snapshot) -> None:
-    """Go on from `snapshot`. Ranks compare what they have with the coming step, as before the first one."""
+def use_ranks(inner: OneBitOptimizer, topology: Topology, snapshot: Snapshot, overlap: bool) -> None:
+    """Go on from `snapshot`. Ranks compare what they have with the coming step, as before the first one.
+    overlap: whether all want it."""
     inner.rank_finder.go_on_with(topology)
     inner.setup = replace(inner.setup, topology=topology)
-    inner.overlap.forget_ranks()
+    inner.overlap.go_on_with_others(overlap)
     inner.watch = Watch(inner.setup.options.check_every)
     inner.averaged_in_backward, inner.leave_out_buckets = False, lambda buckets: None
     inner.install(snapshot)

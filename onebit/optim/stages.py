@@ -63,19 +63,18 @@ class Stages:
         self._readback = AsyncReadback()
         self.steps_before, self.skipped_before = steps, skipped  # of what was loaded
         self._known = (skipped, 0)  # what was skipped and left out, as far as the host knows
-        self.skipped_in_a_row = 0  # up to the last step, the same on all ranks
+        self.skipped_in_a_row = 0  # up to the last step, since a load or a change of ranks: the same on all
         self.left_out_in_a_row = 0  # by this rank
         self._limited = 0  # elements that the last step had a limit for
         self.shortened_in_a_row = 0  # steps that most parameters were to be moved too far by
 
     def go_on_counting(self, before: Stages, left_out: int) -> None:
-        """In the same process: what is not saved with a state. left_out: local steps that other ranks have taken, and
-        this one has not."""
+        """In the same process: what is not saved with a state, and of a rank alone. left_out: local steps that other
+        ranks have taken, and this one has not."""
         self.left_out.copy_(before.left_out + left_out)
         self._known = before._known
         self.steps_before, self.skipped_before = before.steps_before, before.skipped_before
-        self.skipped_in_a_row, self.left_out_in_a_row = before.skipped_in_a_row, before.left_out_in_a_row
-        self.shortened_in_a_row = before.shortened_in_a_row
+        self.left_out_in_a_row, self.shortened_in_a_row = before.left_out_in_a_row, before.shortened_in_a_row
 
     @property
     def freeze_is_due(self) -> bool:

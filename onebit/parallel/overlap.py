@@ -81,7 +81,7 @@ class Overlap:
 
     def __init__(self, host: Host, wanted: bool) -> None:
         self._host: Host = weakref.proxy(host)
-        self._wanted = wanted
+        self.wanted = wanted  # the same on all ranks
         self._accumulating = False
         self._coming: Step | None = None  # of `prepare`
         self._snapshot: Snapshot | None = None  # that it is on for
@@ -110,7 +110,7 @@ class Overlap:
     def prepare(self, step: Step) -> None:
         """Before it: messages leave in backward in compressed steps alone, not in full ones, and after local ones it is
         set up anew. A collective call after a start, a load or a pause."""
-        if not self._wanted:
+        if not self.wanted:
             return
         self._coming = step
         if isinstance(step, LocalStep):
@@ -226,7 +226,7 @@ class Overlap:
 
     def _turn_off(self, why: str) -> None:
         self._pause()
-        self._wanted, self._coming = False, None
+        self.wanted, self._coming = False, None
         self._host.after_step.append(partial(warn, f"overlap is off from here on: {why}"))
 
     def _changed(self, flight: Flight) -> int:
@@ -240,10 +240,11 @@ class Overlap:
             return 2
         return int(flight.versions is not None and not unchanged(flight.versions, flight.states))
 
-    def forget_ranks(self) -> None:
-        """Other ranks from here on: groups of theirs are made when the coming step is prepared."""
+    def go_on_with_others(self, wanted: bool) -> None:
+        """Other ranks from here on: groups of theirs are made when the coming step is prepared. wanted: by all."""
         self._pause()
         self._close_groups()
+        self.wanted = wanted
         self._coming, self._groups, self._asked = None, None, None
         self._model = lambda: None
 

@@ -4,6 +4,7 @@ float64 oracle takes them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -330,3 +331,38 @@ def test_all_go_on_with_what_the_first_rank_knows_of_norms() -> None:
     assert found[0] == found[1] == found[2]
     of_other_ranks, local, steps, share = found[0]
     assert of_other_ranks == 0 and local > 0 and steps == 2 and 0 < share < 1
+
+
+def test_a_rank_joins_where_overlap_was_turned_off() -> None:
+    assert len(set(run_ranks(3, join_without_overlap))) == 1
+
+
+def join_without_overlap(rank: int, size: int) -> bytes:
+    own = case(A, overlap=True)
+    params, optimizer = own.made(group(2) if rank < 2 else LocalTransport())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(own.but(clip=0.5), rank, optimizer, params, 1, 5 if rank < 2 else 0)
+    assert any("overlap is off" in str(each.message) for each in said) == (rank < 2)
+    onebit.reform(optimizer, group(3))
+    assert not optimizer.overlap.wanted  # else it would make groups, and the others would not
+    run(own, rank, optimizer, params, 6, 8)
+    return bits(params)
+
+
+def test_a_rank_joins_after_skipped_steps() -> None:
+    """All count anew, and look for the one to blame in the same step."""
+    assert run_ranks(3, join_after_skipped_steps) == [1, 0, 0]
+
+
+def join_after_skipped_steps(rank: int, size: int) -> int:
+    """How often a rank says that three steps in a row were skipped."""
+    own = case(A).but(bad=tuple((step, 0, float("nan")) for step in range(6, 12)))
+    params, optimizer = own.made(group(2) if rank < 2 else LocalTransport())
+    run(own, rank, optimizer, params, 1, 7 if rank < 2 else 0)
+    onebit.reform(optimizer, group(3))
+    assert optimizer.current.stages.skipped_in_a_row == 0
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run(own, rank, optimizer, params, 8, 12)
+    return sum("3 steps in a row were skipped" in str(each.message) for each in said)

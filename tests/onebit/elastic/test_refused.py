@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +52,25 @@ def other_groups(rank: int) -> Made:
     return joining(rank, CASE.but(groups=({},)))
 
 
+def another_compress(rank: int) -> Made:
+    """In stage 1: in stage 2 the state would tell."""
+    case, ranks = CASE.but(options={"freeze_step": 30}), group(2) if rank < 2 else LocalTransport()
+    return trained(case.but(groups=({}, {"lr": 3e-3, "compress": rank < 2})), rank, 5 * (rank < 2), ranks)
+
+
+def another_mask(rank: int) -> Made:
+    mask = torch.arange(63).view(7, 9) > 8
+    return joining(rank, CASE.but(groups=({"mask": [mask, None]}, {"lr": 3e-3})))
+
+
+def another_memory_order(rank: int) -> Made:
+    if rank < 2:
+        return trained(CASE, rank, 5, group(2))
+    params = CASE.parameters()
+    params[0].data = params[0].data.t().contiguous().t()
+    return CASE.build(params, LocalTransport()), params
+
+
 def a_node_of_the_ranks_before(rank: int) -> Made:
     ranks = transport_for(group(4))
     return trained(CASE.but(each=2), rank, 4, ranks)
@@ -74,6 +94,9 @@ REFUSED: dict[str, tuple[Callable[[int], Made], int, int, tuple[str, ...]]] = { 
     "another model": (another_model, 3, 1, ("rank 2 has checksum of shapes and dtypes",)),
     "another model, on a node": (another_model, 4, 2, ("ranks do not agree", "has checksum of shapes and dtypes")),
     "other groups": (other_groups, 3, 1, ("rank 2 has param groups of so many parameters '[4]'",)),
+    "another compress": (another_compress, 3, 1, ("rank 2 has compress '[True, False]'",)),
+    "another mask": (another_mask, 3, 1, ("rank 2 has checksum of masks",)),
+    "another memory order": (another_memory_order, 3, 1, ("rank 2 has checksum of memory orders",)),
     "a node of ranks before": (a_node_of_the_ranks_before, 4, 1, ("node", "give a Topology")),
     "nothing is kept": (nothing_is_kept, 2, 1, ("rank 0 has kept nothing", "elastic=True")),
     "a rank alone twice": (two_of_the_same_place, 2, 1, ("do not belong to one run",)),
@@ -230,6 +253,25 @@ def leave_at_once(rank: int, size: int) -> bytes:
             ends.append(bits(params))
     assert rank == 2 or ends[0] == ends[1]
     return ends[0]
+
+
+def test_an_error_while_parameters_of_the_last_sync_are_put_in_puts_the_others_back() -> None:
+    local = {"var_update_scaler": 3, "var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4}
+    optimizer, params = trained(Case("ZeroOneAdam", options=local), 0, 9, LocalTransport())
+    x, clone, copied = bits(params), torch.Tensor.clone, []
+
+    def fails_at_last(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor)
+        if len(copied) == len(params):
+            raise torch.OutOfMemoryError
+        return clone(tensor)
+
+    with mock.patch.object(torch.Tensor, "clone", fails_at_last), pytest.raises(torch.OutOfMemoryError):
+        optimizer.at_last_sync().__enter__()
+    assert bits(params) == x
+    with optimizer.at_last_sync():
+        assert bits(params) != x
+    assert bits(params) == x
 
 
 def test_what_is_no_optimizer_of_onebit_is_refused() -> None:
