@@ -304,16 +304,16 @@ class Snapshot:
         """Within it the model has the parameters that all ranks had after the last exchange."""
         self.check_own_parameters("at_last_sync")
         restore: list[Callable[[], object]] = []
-        for part in self.parts:
-            if part.local is not None and part.local.taken:
-                for p, last in zip(part.state.values_now(), part.local.last_parameters(), strict=True):
-                    value = p.data  # whose version is its own: it is no change by the user
-                    restore.append(partial(value.copy_, value.clone()))
-                    value.copy_(last)
-                restore.append(part.state.parameters_were_written)
-                part.state.parameters_were_written()
-        self.at_last_sync = True
         try:
+            for part in self.parts:
+                if part.local is not None and part.local.taken:
+                    for p, last in zip(part.state.values_now(), part.local.last_parameters(), strict=True):
+                        value = p.data  # whose version is its own: it is no change by the user
+                        restore.append(partial(value.copy_, value.clone()))
+                        value.copy_(last)
+                    restore.append(part.state.parameters_were_written)
+                    part.state.parameters_were_written()
+            self.at_last_sync = True
             yield
         finally:
             self.at_last_sync = False

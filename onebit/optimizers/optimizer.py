@@ -156,6 +156,7 @@ class OneBitOptimizer(Progress):
         end of a run, or to save it. A collective call; nothing happens where they have."""
         self.current.check_own_parameters("synchronize")
         if not self.synchronized:
+            self.coming = None  # the exchange is of no step
             hyper = self.gradients.write_hyper(self.setup, self.current)
             bound = self.gradients.were_checked(self.current.states)
             self.current.synchronize(hyper, bound, keep=self.setup.options.elastic)

@@ -317,6 +317,7 @@ ENDS = [
     (False, 2, 1, "bfloat16"),
     (True, 2, 1, "bfloat16"),
     (True, 1, 1, "bfloat16"),
+    (True, 2, 0, ""),
 ]
 
 
@@ -344,6 +345,8 @@ def die_in_an_exchange(rank: int, size: int, called: bool, failing: int, skip: i
                 take(case, rank, optimizer, params, step, 0)
             transport.step = at
             if called and (dies or failing == 1):
+                if not last_dtype:
+                    optimizer.clip_grad_norm_(1.0)  # of a local step that is not taken
                 optimizer.synchronize()
         except CollectiveError:
             assert failure is not None
