@@ -79,7 +79,8 @@ class Step:
 
     def of_mean(self, squares: Tensor) -> Tensor:
         """Of the mean gradient, by those of what this step moves by."""
-        return squares
+        nodes = self.setup.topology.nodes
+        return squares if self.kind == "full" else self.current.mean_norm.of_mean(squares, nodes)
 
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """Exchange messages, then move every part, where flags is 0."""
@@ -175,9 +176,6 @@ class OneBitStep(Step):
     def measure(self, squares: Tensor, flags: Tensor) -> None:
         self.current.mean_norm.compressed_step(squares, flags, self.setup.topology.nodes)
 
-    def of_mean(self, squares: Tensor) -> Tensor:
-        return self.current.mean_norm.of_mean(squares, self.setup.topology.nodes)
-
     def _exchange(self, hyper: Tensor) -> None:
         gradients = self.gradients
         self.current.exchange(hyper, gradients.flags, gradients.ranks_agreed, self.setup.options.elastic)
@@ -221,9 +219,6 @@ class LocalStep(Step):
 
     def measure(self, squares: Tensor, flags: Tensor) -> None:
         """Nothing: they are this rank's alone."""
-
-    def of_mean(self, squares: Tensor) -> Tensor:
-        return self.current.mean_norm.of_mean(squares, self.setup.topology.nodes)
 
     def _average(self, states: Sequence[FlatState]) -> None:
         node = self.setup.topology.node
