@@ -56,8 +56,12 @@ class Heartbeat:
 
         everyone = _of_all(offer, (silent_after, minimum))
         self._stores = [(address, port) for address, port, _ in everyone]
-        for rank, each in sockets.items():
-            each.connect((everyone[rank][0], everyone[rank][2][self._me]))
+
+        def meet() -> None:
+            for rank, each in sockets.items():
+                each.connect((everyone[rank][0], everyone[rank][2][self._me]))
+
+        _of_all(meet, None)
         self._signs = SignsOfLife([Peer(rank, each, time.monotonic()) for rank, each in sockets.items()], silent_after)
         try:
             _of_all(self._hear_all, None)
@@ -88,13 +92,16 @@ class Heartbeat:
 
     def regroup(self) -> Any:
         """A new default process group of those that are left, all of whom call this, with the timeout of the old one,
-        which is destroyed. The store is that of the first of them, so that any rank may die, at any time."""
-        for _ in self._stores:
+        which is destroyed; so long they wait for a rank that is busy and gives signs of life. The store is that of the
+        first of them, so that any rank may die, at any time."""
+        tries, stop = len(self._stores), time.monotonic() + self._timeout.total_seconds()
+        while True:
+            tries -= 1
             try:
                 return self._group_of(self.left())
-            except CollectiveError as error:
-                failed = error
-        raise failed
+            except CollectiveError:
+                if tries <= 0 and time.monotonic() > stop:
+                    raise
 
     def _group_of(self, chosen: Sequence[int]) -> Any:
         there, patience = len(self._stores), timedelta(seconds=self._signs.silent_after)
@@ -114,8 +121,8 @@ class Heartbeat:
             dist.init_process_group("gloo", None, patience, len(chosen), self._me, store)
         except RuntimeError as error:
             raise CollectiveError(
-                f"not all of ranks {chosen} came to a new group within {patience.total_seconds()} s ({self._known()}): "
-                f"restart from the last checkpoint"
+                f"not all of ranks {chosen} came to a new group ({self._known()}): did one go on without regroup? "
+                f"Restart from the last checkpoint"
             ) from error
         dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
         return dist.group.WORLD

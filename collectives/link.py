@@ -7,12 +7,14 @@ is listened to.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import struct
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +29,7 @@ MOST_QUEUED = 0.01  # seconds that a byte waits in the network for those before 
 MOST_FOR_QUEUE = 0.1  # seconds that a piece waits for this: others fill the network, too
 MOST_WAITING = 9.0  # times as long as sending takes, a link that gives way waits at most
 MOST_AT_ONCE = 1.0  # and so many seconds
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # sockets of this process
 
 
 class Link:
@@ -34,6 +37,7 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self.received = connection, 0
+        _open.add(connection)
         self.heard = time.monotonic()  # when the last bytes came, or left
         self._idle: threading.Event | None = None
         self._may_wait = 0.0  # seconds
@@ -111,6 +115,7 @@ class Listener:
     def __init__(self, host: str) -> None:
         family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._socket, self._word = socket.create_server(place, family=family), secrets.token_hex(8)
+        _open.add(self._socket)
         name = f"[{host}]" if ":" in host else host
         self.address = f"{name}:{self._socket.getsockname()[1]}/{self._word}"
 
@@ -158,3 +163,12 @@ def _close(open_socket: socket.socket) -> None:
     with contextlib.suppress(OSError):
         open_socket.shutdown(socket.SHUT_RDWR)
     open_socket.close()
+
+
+def _close_all() -> None:
+    """In a forked child, which would keep connections open when its parent has ended, or end those of its parent."""
+    for each in list(_open):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -158,6 +158,8 @@ class Topology:
 def _found(everyone: Transport, device: torch.device) -> list[list[int]] | None:
     """The ranks of every host; None where that is no reason for two levels."""
     hosts = [each["host"] for each in _gathered(everyone, device, {NODES: "auto", "host": this_host()})]
+    if isinstance(everyone, TorchTransport):
+        everyone.one_rank_a_host = len(set(hosts)) == everyone.size  # launchers may tell ranks otherwise
     nodes = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
     sizes = {len(ranks) for ranks in nodes}
     if len(nodes) > 1 and len(sizes) > 1 and everyone.rank == 0:
@@ -213,11 +215,10 @@ def _misfit(nodes: Sequence[list[int]]) -> str:
 
 
 def this_host() -> str:
-    """The same on all ranks of a host alone: torchrun's number of the node, or the host's name and boot."""
-    if (node := os.environ.get("GROUP_RANK")) is not None:
-        return f"node {node}"
-    boot = _BOOT.read_text() if _BOOT.exists() else ""
-    return hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).hexdigest()
+    """The same on all ranks of a host alone: its name and boot, and torchrun's number of the node. One host may have
+    several nodes, and several torchruns have a node 0 each."""
+    boot, node = _BOOT.read_text() if _BOOT.exists() else "", os.environ.get("GROUP_RANK", "")
+    return hashlib.sha256(f"{socket.gethostname()} {boot} {node}".encode()).hexdigest()
 
 
 def on_one_host(ranks: Ranks, device: torch.device) -> bool:

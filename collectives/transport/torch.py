@@ -67,6 +67,7 @@ class TorchTransport:
         self.members = dist.get_process_group_ranks(self.group)
         self._store = dist.distributed_c10d._get_default_store()
         self._store.set(_host_key(dist.get_rank()), socket.gethostname())
+        self.one_rank_a_host = _one_rank_a_host()  # must be the same on all ranks
         self.expected: dict[int, tuple[Tensor, list[Any]]] = {}  # by address: receives that have started
 
     def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
@@ -125,10 +126,10 @@ class TorchTransport:
         common = functools.reduce(operator.and_, self._everyones(free, phase))
         if common:  # dropped on all ranks, on each when it has collected its garbage
             number = (common & -common).bit_length() - 1
-            return TorchTransport(own.spare.pop(number), own, number)
+            return self._transport_of(own.spare.pop(number), of=own, number=number)
         number, own.made = own.made, own.made + 1
         if self.group is dist.group.WORLD:
-            return TorchTransport(self._made(None, self._kind), own, number)
+            return self._transport_of(self._made(None, self._kind), of=own, number=number)
         return self._new_group(self.members, of=own, number=number)
 
     def close(self) -> None:
@@ -175,7 +176,12 @@ class TorchTransport:
         self._make_as_many_groups()
         with _without_bound_device():
             made = self._made(ranks, kind or self._kind, use_local_synchronization=True)
-        return TorchTransport(made, **as_duplicate)
+        return self._transport_of(made, **as_duplicate)
+
+    def _transport_of(self, made: Any, **as_duplicate: Any) -> Transport:
+        transport = TorchTransport(made, **as_duplicate)
+        transport.one_rank_a_host = self.one_rank_a_host
+        return transport
 
     def _made(self, ranks: list[int] | None, kind: str, **how: Any) -> Any:
         """With this group's timeout. All have come here together: a rank that a Heartbeat would count as gone is not
@@ -239,7 +245,7 @@ class TorchTransport:
 
     def _gathers_in_pairs(self, out: Tensor) -> bool:
         """Where ranks share a host, Gloo's ring carries a large message over a link once, and pairs do once a rank."""
-        return self._in_pairs(out) and (self.size == 2 or out[0].nbytes <= SMALL or _one_rank_a_host())
+        return self._in_pairs(out) and (self.size == 2 or out[0].nbytes <= SMALL or self.one_rank_a_host)
 
     def _receive(self, out: Tensor, tag: int, phase: str) -> list[Any]:
         """Row k of `out` from rank k."""
@@ -314,7 +320,7 @@ def _groups_made() -> int:
 
 
 def _one_rank_a_host() -> bool:
-    """By torchrun's variables, which are the same on all ranks; without them, no."""
+    """By torchrun's variables; without them, no."""
     hosts = os.environ.get("GROUP_WORLD_SIZE")
     return hosts is not None and hosts == os.environ.get("WORLD_SIZE")
 

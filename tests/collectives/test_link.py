@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import sys
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 from onebit.collectives import link
-from onebit.collectives.link import Link
+from onebit.collectives.link import Link, Listener, connect
+from onebit.collectives.transport.protocol import CollectiveError
 
 BASE, RATE = 0.003, 2.5e6  # seconds of a round trip, bytes a second
 # struct tcp_info of linux/tcp.h, in its order
@@ -87,3 +90,29 @@ def test_a_network_that_others_fill_holds_a_piece_up_for_a_tenth_of_a_second(mon
     network.getsockopt = lambda *_: bytes(104)  # type: ignore[method-assign]
     sender.send(torch.zeros(2 * link.PIECE, dtype=torch.uint8), 0, "test")
     assert sum(slept) == pytest.approx(2 * link.MOST_FOR_QUEUE, rel=0.1)
+
+
+def test_a_forked_child_neither_ends_a_connection_nor_keeps_it_open() -> None:
+    listener = Listener("127.0.0.1")
+    if (child := os.fork()) == 0:
+        listener.close()  # as it is at an exit
+        os._exit(0)
+    os.waitpid(child, 0)
+    connect(listener.address).close()
+    reader, writer = os.pipe()
+    if (owner := os.fork()) == 0:
+        address = Listener("127.0.0.1").address
+        if (child := os.fork()) == 0:
+            signal.pause()
+        os.write(writer, f"{child} {address}".encode())
+        os._exit(0)
+    os.waitpid(owner, 0)
+    number, address = os.read(reader, 1000).decode().split()
+    try:
+        with pytest.raises(CollectiveError, match="is its process alive"):
+            connect(address)
+    finally:
+        os.kill(int(number), signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
+        listener.close()

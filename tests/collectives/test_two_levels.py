@@ -14,6 +14,7 @@ from onebit.collectives import CompressedAllReduce, topology
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport
+from onebit.collectives.transport.torch import SMALL
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.onebit.runs import nodes_of, on_ranks
@@ -115,14 +116,29 @@ def test_nodes_that_do_not_fit_are_refused_on_all_ranks(rank):
             CompressedAllReduce(300, chunks=1, process_group=group(), node_group=own)(torch.ones(300))
 
 
-def test_a_host_is_told_by_its_name_and_boot_or_by_torchrun(monkeypatch):
-    monkeypatch.delenv("GROUP_RANK", raising=False)
-    here = topology.this_host()
-    assert here == topology.this_host() and len(here) == 64
-    monkeypatch.setattr(topology.socket, "gethostname", lambda: "another")
-    assert topology.this_host() != here
-    monkeypatch.setenv("GROUP_RANK", "3")
-    assert topology.this_host() == "node 3"
+def test_a_host_is_told_by_its_name_and_boot_and_by_torchrun(monkeypatch):
+    """Each of several torchruns has a node 0."""
+    names = []
+    for host, node in (("one", None), ("another", None), ("another", "0"), ("one", "0"), ("one", "1")):
+        monkeypatch.setattr(topology.socket, "gethostname", lambda host=host: host)
+        monkeypatch.delenv("GROUP_RANK", raising=False)
+        if node is not None:
+            monkeypatch.setenv("GROUP_RANK", node)
+        assert topology.this_host() == topology.this_host()
+        names.append(topology.this_host())
+    assert len(set(names)) == 5
+
+
+@on_ranks(3)
+def test_ranks_of_several_launchers_gather_alike(rank):
+    """Torchrun's variables say of the last one alone that each host has one rank."""
+    own = torch.full((1, SMALL + 1), rank, dtype=torch.uint8)
+    with patch.dict(os.environ, {"WORLD_SIZE": "1" if rank == 2 else "2", "GROUP_WORLD_SIZE": "1"}):
+        everyone = Topology.of(group(), "auto").everyone
+        for ranks in (everyone, everyone.duplicate(), everyone.split(0)):
+            out = torch.empty((3, SMALL + 1), dtype=torch.uint8)
+            ranks.all_gather(out, own, "gathering").wait()
+            assert out[:, -1].tolist() == [0, 1, 2]
 
 
 def test_the_topology_of_a_process_alone_and_one_that_is_taken_as_it_is_where_it_fits_the_parameters():

@@ -120,6 +120,17 @@ def become_fewer(rank: int, size: int) -> int:
     return left
 
 
+def be_busy(rank: int, size: int) -> int:
+    """One dies while another is in no collective for longer than it may be silent, as often as there are ranks."""
+    with onebit.Heartbeat(silent_after=SILENT) as heart:
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(rank * (size + 1) * SILENT)
+        heart.regroup()
+        dist.barrier()
+    return dist.get_world_size()
+
+
 def die_in_new_group(rank: int, size: int, how: str) -> float:
     heart, transport = onebit.Heartbeat(silent_after=SILENT), transport_for()
     dies = mock.patch.object(dist, "new_group", lambda *_args, **_options: os.kill(os.getpid(), signal.SIGKILL))
@@ -164,6 +175,7 @@ WORLDS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Any]]] = {
     "one that leaves in good order is not gone, and one that leaves with an error is": (leave, (), [2, 0, 0, 2]),
     "one that was silent and wakes goes no further": (wake, (), [2, 0, 2]),
     "more than half go on, and no fewer": (become_fewer, (), [None, 2, 2, None, None]),
+    "one that is busy is waited for": (be_busy, (), [2, 2, None]),
     "hosts may have IPv6 alone": (meet_over_ipv6, (), [2, 2, 3]),
     "half does not go on": (lose_the_other, (None,), [2, None]),
     "half may go on": (lose_the_other, (1,), [1, None]),
