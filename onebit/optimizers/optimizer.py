@@ -23,6 +23,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from onebit.checkpoint import restore
+from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.waits import counted
 from onebit.kernels.streams import capturing
 from onebit.optim import held, param_groups
@@ -42,6 +43,8 @@ from onebit.parallel.start_checks import start
 from onebit.parallel.watch import Watch
 from onebit.report.pay_off import PayOff
 from onebit.report.skips import warnings_of_skips
+
+_ENDING = "comparing how many steps ranks have taken (all-gather)"
 
 
 class StepListener(Protocol):
@@ -156,6 +159,13 @@ class OneBitOptimizer(Progress):
         end of a run, or to save it. A collective call; nothing happens where they have."""
         self.current.check_own_parameters("synchronize")
         if not self.synchronized:
+            own = int(self.current.stages.counts.sum())
+            taken = all_gather_json(self.setup.topology.everyone, self.setup.device, own, _ENDING)
+            if len(set(taken)) > 1:
+                raise ValueError(
+                    f"synchronize: ranks have taken other numbers of steps ({taken}, by rank). Give every rank equally many "
+                    f"batches (drop_last=True, or the least of all ranks)"
+                )
             self.coming = None  # the exchange is of no step
             hyper = self.gradients.write_hyper(self.setup, self.current)
             bound = self.gradients.were_checked(self.current.states)

@@ -247,6 +247,17 @@ def test_between_syncs_nothing_is_saved(rank: int, size: int) -> bytes:
     return end
 
 
+@on_ranks(2)
+def test_ranks_that_have_taken_other_numbers_of_steps_do_not_end_as_if_they_had_not(rank: int, size: int) -> None:
+    params, optimizer = started(LOCAL, 14, rank, size)
+    if rank:
+        take(LOCAL, rank, optimizer, params, 15)
+    before = bits(params)
+    with refused(ValueError, "other numbers of steps ([14, 15]", "drop_last=True"):
+        optimizer.synchronize()
+    assert bits(params) == before and not optimizer.synchronized
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_ranks(2)
 def test_the_model_of_the_last_sync(rank: int, size: int, dtype: str) -> list[bytes]:
