@@ -74,10 +74,13 @@ def save(
     inner, optimizer = own_module(model, "save"), own_optimizer(optimizer, "save")
     optimizer.find_ranks()
     ranks, folder = CheckpointRanks(optimizer.setup), Path(folder)
-    state = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
-    layout = layout_of(state["model"], optimizer.setup)
+
+    def made() -> tuple[dict[str, Any], dict[str, Any]]:
+        found = {"model": inner.state_dict(), "optimizer": optimizer.state_dict()}
+        return _plain(found), layout_of(found["model"], optimizer.setup)
+
     otherwise = "have another model or other options than rank 0: give every rank the same, and save again"
-    state = ranks.on_all(lambda: _plain(state), lambda _: layout["fingerprint"], otherwise)
+    state, layout = ranks.on_all(made, lambda found: found[1]["fingerprint"], otherwise)
     if own := ranks.on_all(lambda: packed_extra({} if extra is None else extra)):  # others' code may call collectives
         state[EXTRA] = {str(ranks.rank): own}
     name = ranks.gathered(files.new_name)[0]
@@ -247,9 +250,9 @@ def _opened(
     """A checkpoint that is whole, the same for all ranks, and of this model."""
     optimizer.find_ranks()
     ranks = CheckpointRanks(optimizer.setup)
-    here = layout_of(inner.state_dict(), optimizer.setup)
 
     def opened() -> files.Manifest:
+        here = layout_of(inner.state_dict(), optimizer.setup)  # first: others' code may call collectives
         manifest = files.Manifest(Path(folder))
         check_layout(manifest.layout, here)
         manifest.check_files(ranks.rank, ranks.size)

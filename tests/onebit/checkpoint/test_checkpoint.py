@@ -14,7 +14,7 @@ import torch
 import onebit
 from onebit.checkpoint import files as checkpoint_files
 from onebit.checkpoint import save_load as checkpoint
-from tests.checkpoints import Run, manifest
+from tests.checkpoints import Holder, Run, manifest
 from tests.onebit.checkpoint.states import TWO_GROUPS, left_out
 from tests.onebit.runs import Case, bits, on_ranks, same, take
 from tests.ranks import group, run_ranks, run_ranks_once
@@ -288,7 +288,9 @@ def test_a_rank_that_dies_while_saving_leaves_a_whole_checkpoint(who, where, tmp
     assert left == sorted([MANIFEST, manifest(tmp_path)["data"]])
 
 
-FULL = (  # places of a save, and the rank where the disk is full there
+FULL = (  # places of a save, and the rank where there is no space left
+    (Holder, "state_dict", 2),
+    (onebit.OneBitAdam, "state_dict", 1),
     (WRITER, "write_data", 1),
     (checkpoint, "index_of", 0),
     (checkpoint_files, "sha256", 1),

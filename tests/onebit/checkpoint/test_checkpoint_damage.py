@@ -147,6 +147,10 @@ def test_another_models_checkpoint_is_refused(written):
 # On several ranks
 
 
+def no_memory():
+    raise MemoryError("no memory")
+
+
 @on_ranks(3)
 def test_what_one_rank_finds_is_an_error_on_all(rank, tmp_path):
     """Damage in the file that it reads; then rank 1 has another model, another folder, or none."""
@@ -171,6 +175,11 @@ def test_what_one_rank_finds_is_an_error_on_all(rank, tmp_path):
             run.load(folder)
         assert same(run.all(), before)
         texts.append(str(caught.value))
+    run = Run(CASE, 0, rank, group())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="rank 1: no memory"):
+        if rank == 1:
+            patch.setattr(run.model, "state_dict", no_memory)
+        run.load(one)
     return texts[: len(names)]
 
 
