@@ -31,7 +31,7 @@ from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
-from onebit.optim.options import LARGEST_FLOAT, Options
+from onebit.optim.options import LARGEST_FLOAT, Options, to_python_numbers
 from onebit.optim.reducer import MomentumReducer
 
 Ratio = Literal["variance", "denominator"]
@@ -62,6 +62,7 @@ class Lamb(Adam):
     shortened_to, trusted_step = 1.5, 4.0
 
     def __post_init__(self) -> None:
+        to_python_numbers(self)
         if not is_finite(self.coeff_beta) or not 0 <= self.coeff_beta < 1:
             raise ValueError(
                 f"coeff_beta={self.coeff_beta!r}: it averages coefficients and must be at least 0 and below 1"

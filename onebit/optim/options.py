@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, TypedDict, TypeVar, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -159,6 +160,7 @@ class Options:
         return self.freeze_step if isinstance(self.freeze_step, FreezeRule) else FreezeRule()
 
     def __post_init__(self) -> None:
+        to_python_numbers(self)
         by_rule = isinstance(self.freeze_step, FreezeRule) or is_one_of(self.freeze_step, ("auto",))
         if not by_rule and not is_whole(self.freeze_step, least=0, most=MOST_STEPS):
             raise ValueError(
@@ -199,6 +201,13 @@ class Options:
         if not is_one_of(self.norm, get_args(AskedNorm)):
             raise ValueError(f"norm={self.norm!r:.80}: it must be one of {get_args(AskedNorm)}")
         check_scale(self.scale, "l1" if self.norm == "auto" else self.norm)
+
+
+def to_python_numbers(chosen: object) -> None:
+    """NumPy's numbers among the fields become Python's, which JSON and torch.load(weights_only=True) take."""
+    for name, value in vars(chosen).items():
+        if isinstance(value, np.generic):
+            object.__setattr__(chosen, name, value.item())
 
 
 T = TypeVar("T", bound=type)

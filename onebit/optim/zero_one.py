@@ -77,15 +77,16 @@ class ZeroOne(Adam):
         ):
             if not (value is None and none) and not is_whole(value, least=1):
                 raise ValueError(f"{name}={value!r}: it is {what}, 1 or more{none}")
-        schedule = VarianceSchedule(update_scaler, freeze_step)
+        last = None if freeze_step is None else int(freeze_step)  # NumPy's numbers are neither JSON's nor torch.load's
+        schedule = VarianceSchedule(int(update_scaler), last)
         if local_scaler is None:
             return cls(schedule, None)
-        if freeze_step is None:
+        if last is None:
             raise ValueError(
                 f"local_step_scaler={local_scaler} without var_freeze_step: ranks that move alone need a variance that "
                 f"stays as it is. Give var_freeze_step=N, after which local steps may begin"
             )
-        return cls(schedule, SyncSchedule(freeze_step, local_scaler, clipper))
+        return cls(schedule, SyncSchedule(last, int(local_scaler), int(clipper)))
 
     def kind(self, step: int) -> Kind:
         if self.schedule.is_full(step):

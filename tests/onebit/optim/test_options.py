@@ -10,6 +10,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -106,6 +107,25 @@ def test_values_at_the_limits_are_accepted(kind):
                 p.grad = torch.ones_like(p)
             optimizer.step()
             assert all(torch.isfinite(p).all() for p in params)
+
+
+NUMBERS = {
+    "OneBitAdam": {"freeze_step": 5, "update_limit": 2.0, "check_every": 7, "chunks": 2, "block_size": 64, "reply": 1},
+    "OneBitLamb": {"variance_floor": 0.5, "coeff_beta": 0.5, "max_coeff": 0.5, "factor_min": 0.25, "factor_max": 8},
+    "ZeroOneAdam": {"var_update_scaler": 3, "var_freeze_step": 9, "local_step_scaler": 2, "local_step_clipper": 4},
+}
+
+
+@kinds
+def test_numbers_of_numpy_are_numbers(kind):
+    """In what ranks compare as JSON, and in a state that torch.load(weights_only=True) is to read."""
+    numbers, found = NUMBERS[kind], []
+    of_numpy = {name: (np.float32 if isinstance(v, float) else np.int64)(v) for name, v in numbers.items()}
+    for own in (numbers, of_numpy):
+        setup = build(kind, **own).setup
+        chosen = {**vars(setup.options), **setup.algorithm.settings()}
+        found.append({name: (value, type(value)) for name, value in chosen.items()})
+    assert found[0] == found[1]
 
 
 def test_lambs_limits_may_be_equal():
