@@ -235,7 +235,7 @@ def shows_options(optimizer: T) -> T:
 
 def check_group(group: Mapping[str, Any]) -> None:
     """The numbers of one param group."""
-    lr, betas = group["lr"], group["betas"]
+    lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr is a tensor of {lr.numel()} elements: a learning rate is one number")
@@ -244,10 +244,7 @@ def check_group(group: Mapping[str, Any]) -> None:
         lr = float(lr)
     if not is_finite(lr, LARGEST_FLOAT) or lr < 0:
         raise ValueError(f"lr={lr!r}: a learning rate is a finite number, 0 or more")
-    if isinstance(betas, (tuple, list)):
-        betas = tuple(map(beta_of, betas))
-    if not isinstance(betas, tuple) or len(betas) != 2 or not all(is_finite(b) and 0 <= b < 1 for b in betas):
-        raise ValueError(f"betas={betas!r}: two decay rates are needed, each at least 0 and below 1, as (0.9, 0.999)")
+    _check_betas(group["betas"])
     for name, why in (("eps", "it is added to a denominator and"), ("weight_decay", "it")):
         if not is_finite(group[name], LARGEST_FLOAT) or group[name] < 0:
             raise ValueError(f"{name}={group[name]!r}: {why} must be a finite number, 0 or more")
@@ -258,10 +255,18 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
 
 
+def _check_betas(betas: Any) -> None:
+    if isinstance(betas, (tuple, list)):
+        betas = tuple(map(beta_of, betas))
+    if not isinstance(betas, tuple) or len(betas) != 2 or not all(is_finite(b) and 0 <= b < 1 for b in betas):
+        raise ValueError(f"betas={betas!r}: two decay rates are needed, each at least 0 and below 1, as (0.9, 0.999)")
+
+
 def check_groups(groups: Sequence[Mapping[str, Any]], options: Collection[str]) -> None:
     """What a schedule may have made of them since: every step, so no more than what would make parameters NaN."""
     for group in groups:
         check_keys(group, options)
+        _check_betas(group["betas"])
         for name in ("lr", "eps", "weight_decay"):
             value = group[name]
             if not isinstance(value, Tensor) and not is_finite(value, LARGEST_FLOAT):

@@ -71,6 +71,15 @@ def test_a_wrong_option_is_refused_at_once(kind, row):
                 build(kind, **own)
 
 
+@kinds
+def test_wrong_betas_are_refused_when_a_schedule_sets_them(kind):
+    optimizer = build(kind)
+    for betas in ((1.0, 0.999), (0.9, 1.0), (nan, 0.9), (0.9,)):
+        optimizer.param_groups[0]["betas"] = betas
+        with refused(ValueError, f"betas={betas!r}", "at least 0 and below 1"):
+            optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("name", "values", "parts"),
     [("threshold", [0.0, 1.0, 4, nan, inf, "high", None], ("between 0 and 1", "0.96")),
