@@ -103,7 +103,8 @@ def load(
 
     extra: objects that get what was saved under their names, by load_state_dict. The same number of ranks continues bit
     for bit; another number with the mean of the residuals. A checkpoint that is damaged, another program's or another
-    model's is a ValueError or TypeError on every rank and changes nothing.
+    model's is a ValueError or TypeError on every rank and changes nothing. Where the model's own load_state_dict raises
+    (a hook of its layers, say), part of the model and what is in extra may have changed.
     """
     inner, optimizer, asked = own_module(model, "load"), own_optimizer(optimizer, "load"), extra or {}
     manifest, ranks = _opened(folder, inner, optimizer)
