@@ -35,6 +35,7 @@ _WHOLE = {  # of a run's progress: the least and the most that it can be
 }  # fmt: skip
 _OTHERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # whether each can be right, and what it is
     "compressing": (lambda value: isinstance(value, bool), "true or false, as the stage was"),
+    "bias_correction": (lambda value: isinstance(value, bool), "true or false"),
     "optimizer": (lambda value: isinstance(value, str), "a name"),
     "chunks": (lambda value: isinstance(value, _LISTS), "a list of numbers"),
     "mean_norm": (lambda value: _is_mean_norm(value), "a list of 4 numbers that go together"),

@@ -5,6 +5,8 @@ AdamW's of a state of stage 2:
     exp_avg       m, the mean of the last messages; what residuals hold of it (over beta1) where none came yet
     exp_avg_sq    v with  sqrt(v / (1 - beta2^t)) + eps = 1 / d,  so that AdamW divides by what stage 2 divides by
 
+In stage 1 of 0/1 Adam the weights of all gradients in v add up to another sum than AdamW's, which v is brought to.
+
 Residuals are left out: AdamW has no use for them. An element that did not move in stage 2 starts from zero.
 """
 
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.checks import check_options, check_structure, checked_numbers
+from onebit.checkpoint.checks import check_options, check_structure, checked_numbers, steps_of
 from onebit.checkpoint.elements import Saved, momentum, rank_of
 from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
 from onebit.optim.schedule import VarianceSchedule
@@ -72,10 +74,14 @@ def _moments(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping
             f"the state has no {', '.join(lacks)} for parameter {key}: it is no state of an optimizer that AdamW could "
             f"continue, or damaged"
         )
+    beta1, beta2 = betas_of(group)
     if not compressed:
-        return {name: own[name] for name in names}
-    root, (beta1, beta2) = _root(key, own, numbers, group), betas_of(group)
-    m = _momentum(own, numbers, beta1, root)
+        found, schedule, steps = {name: own[name] for name in names}, _schedule(numbers), steps_of(own)
+        if schedule is not None and is_compressed(group) and 0 < steps == numbers["steps"]:
+            found["exp_avg_sq"] = own["exp_avg_sq"] * ((1 - beta2**steps) / schedule.weight(steps, beta2))
+        return found
+    root = _root(key, own, numbers, group)
+    m = _momentum(key, own, numbers, beta1, root)
     m = m.masked_fill(root == 0, 0)
     v = root.square() * (1 - beta2 ** int(numbers["steps"]))
     return {"step": own["step"], "exp_avg": m.float(), "exp_avg_sq": v.float()}
@@ -86,27 +92,41 @@ def _root(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping[st
     if "denominator" in own:
         d = own["denominator"].double() * _number(own, "gamma")
         return (1 / d - group["eps"]).clamp(min=0).masked_fill(d == 0, 0)
-    settings = numbers["settings"]
-    if "exp_avg_sq" not in own or not {"var_update_scaler", "var_freeze_step"} <= settings.keys():
+    schedule = _schedule(numbers)
+    if "exp_avg_sq" not in own or schedule is None:
         raise ValueError(
             f"the state has no variance for parameter {key}: it is one of {numbers['optimizer']}, which AdamW can't "
             f"continue"
         )
-    scaler, last = settings["var_update_scaler"], settings["var_freeze_step"]
-    schedule = VarianceSchedule(int(scaler), None if last == "none" else int(last))
     v = own["exp_avg_sq"].double()
-    root = (v / schedule.weight(int(numbers["steps"]), betas_of(group)[1])).sqrt()
+    weight = schedule.weight(int(numbers["steps"]), betas_of(group)[1]) if numbers["bias_correction"] else 1.0
+    root = (v / weight).sqrt()
     root = torch.maximum(root, _number(own, "least_root"))
     return torch.where(v == 0, _number(own, "root_at_zero"), root)
 
 
-def _momentum(own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor) -> Tensor:
+def _schedule(numbers: Mapping[str, Any]) -> VarianceSchedule | None:
+    """Of 0/1 Adam."""
+    settings = numbers.get("settings", {})
+    if not {"var_update_scaler", "var_freeze_step"} <= settings.keys():
+        return None
+    last = settings["var_freeze_step"]
+    return VarianceSchedule(int(settings["var_update_scaler"]), None if last == "none" else int(last))
+
+
+def _momentum(key: object, own: Saved, numbers: Mapping[str, Any], beta1: float, like: Tensor) -> Tensor:
     """fp64, in the shape of `like`."""
     if "first_momentum" in own:
         return own["first_momentum"].double()
     m = momentum(own, like.shape, int(numbers["block_size"])).double().mean(0)
     residuals = [value.double() for name, value in own.items() if rank_of(name) is not None]
-    if residuals and not bool(m.any()) and all(e.shape == m.shape for e in residuals):
+    if not bool(m.any()) and any(map(torch.any, residuals)):
+        if numbers["slices"] > 1:
+            raise ValueError(
+                f"no message has had the momentum of parameter {key} yet, and the ranks of a node have its residual in "
+                f"{numbers['slices']} slices: take one step more, or load onebit.merge_states of all ranks into an "
+                f"optimizer of one process and give adamw_state the state of that"
+            )
         m = sum(residuals[1:], residuals[0]) / (len(residuals) * max(beta1, torch.finfo(torch.float32).tiny))
     return m * _number(own, "momentum_factor") / _number(own, "gamma")
 

@@ -160,6 +160,7 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "compressing": stages.compressing,
         "chunks": [state.layout.chunks for state in current.compressed],
         "block_size": setup.options.block_size,
+        "bias_correction": bool(setup.options.bias_correction),
         "scale": setup.options.scale,
         "reply": setup.way.way,
         "wire_bytes": current.wire_bytes,
