@@ -390,16 +390,14 @@ class _Messages:
         """The mean over nodes of what these places, all or one, have left out of their slices, and what they have left
         out as servers."""
         state, nodes = self.state, len({place // self.cut.slices for place in places})
-        servers = [chunk.server for chunk in reducer.exchange.chunks if chunk.server is not None]
         for i in range(len(self.saved)):
             e, of_servers = self._left_out(i, places, 1 / nodes)
-            if not servers:  # nobody else sends what servers have left out, and messages are averaged
+            if not reducer.served_spans:  # nobody else sends what servers have left out, and messages are averaged
                 e = e.add(of_servers, alpha=self.cut.nodes / nodes)
             for part, own_e in state.parts_of(RESIDUAL.name, i):
                 own_e.add_(e[part].to(own_e.device))
-            for server in servers:
-                for part, at in server.shard.of_parameter(i):
-                    server.residual.value[at : at + part.stop - part.start].copy_(of_servers[part])
+            for part, own_of_server in reducer.served(i):
+                own_of_server.copy_(of_servers[part])
 
     def keep_residuals(self, reducer: MomentumReducer, places: Sequence[int]) -> Callable[[], None]:
         """What these places owe is owed by this rank, of N' senders where there were N: e N' / N, and N' E on what they

@@ -49,10 +49,8 @@ from onebit.checkpoint.elements import (
     residual_name,
     server_residual_name,
 )
-from onebit.collectives.exchange import Exchange
-from onebit.kernels.data.layout import Span
 from onebit.optim.fields import RESIDUAL
-from onebit.optim.flat_state import FlatState, pieces
+from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
@@ -67,7 +65,7 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
     for part in current.parts:
         state, messages, served = part.state, [], []
         if part.reducer is not None:
-            messages, served = _messages(part.reducer), served_spans(part.reducer.exchange)
+            messages, served = _messages(part.reducer), part.reducer.served_spans
         for i, p in enumerate(state.params):
             own = {"step": step.clone(), **_shared(state, i)}
             if part.reducer is not None:
@@ -109,12 +107,6 @@ def _order(state: FlatState, index: int) -> dict[str, Tensor]:
     return {} if order is None else {ORDER: torch.tensor(order, dtype=torch.int64, device="cpu")}
 
 
-def served_spans(exchange: Exchange) -> list[Span]:
-    """What this rank averages for all."""
-    layout = exchange.layout
-    return [] if exchange.server_residual is None else layout.parts(exchange.own_row, layout.ranks)
-
-
 def _messages(reducer: MomentumReducer) -> list[dict[str, Tensor]]:
     """The momentum of each parameter."""
     reducer.exchange.materialize()
@@ -131,10 +123,9 @@ def _messages(reducer: MomentumReducer) -> list[dict[str, Tensor]]:
 
 def _residuals(setup: Setup, reducer: MomentumReducer, index: int) -> dict[str, Callable[[], Tensor]]:
     """How what this rank has left out of one parameter is made, by its names."""
-    state, exchange, place = reducer.state, reducer.exchange, setup.topology.place
-    server, served = exchange.server_residual, served_spans(exchange)
+    state, place = reducer.state, setup.topology.place
     of_slice = [piece for _, piece in state.pieces(state[RESIDUAL.name], index)]
-    of_shards = [] if server is None else [piece for _, piece in pieces(served, server.value, index)]
+    of_shards = [piece for _, piece in reducer.served(index)]
     found: dict[str, Callable[[], Tensor]] = {}
     if state.slices == 1:
         found[residual_name(place)] = partial(state.view, RESIDUAL.name, index)
@@ -142,7 +133,7 @@ def _residuals(setup: Setup, reducer: MomentumReducer, index: int) -> dict[str, 
         found[residual_name(place)] = partial(torch.cat, of_slice)
     if of_shards:
         found[server_residual_name(place)] = partial(torch.cat, of_shards)
-    elif served and setup.topology.shard is not None:  # all parts of a parameter have the same names
+    elif reducer.served_spans and setup.topology.shard is not None:  # all parts of a parameter have the same names
         found[server_residual_name(place)] = partial(state[RESIDUAL.name].new_zeros, 0)
     return found
 

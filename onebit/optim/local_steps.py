@@ -49,7 +49,7 @@ class ZeroOneLocalSteps:
 
     def __init__(self, state: FlatState, reducer: MomentumReducer, live: Tensor) -> None:
         """live: bool [elements], where elements take part."""
-        self.state, self._exchange = state, reducer.exchange
+        self.state, self._reducer, self._exchange = state, reducer, reducer.exchange
         device, parameters = state.device, len(state.params)
         self.taken = 0
         self.weights = torch.zeros(parameters, dtype=torch.float32, device=device)  # the sum of w since the last sync
@@ -69,17 +69,13 @@ class ZeroOneLocalSteps:
 
     def use_units_of_steps(self, hyper: Tensor) -> None:
         """What compressed steps have left out, in units of m until now. Where the learning rate is 0 it is lost."""
-        of_parameters, exchange = self._of_parameters(hyper), self._exchange
+        of_parameters = self._of_parameters(hyper)
         w = of_parameters.lr * of_parameters.bias1
         self._set_reference(w)
-        exchange.materialize()
+        self._exchange.materialize()
         for i in range(len(self.state.params)):
-            for _, e in self.state.parts_of(RESIDUAL.name, i):
+            for _, e in (*self.state.parts_of(RESIDUAL.name, i), *self._reducer.served(i)):
                 e.mul_(w[i])
-        for server in (chunk.server for chunk in exchange.chunks):
-            if server is not None:
-                for s in server.shard.segments():
-                    server.residual.value[s.offset : s.offset + s.stop - s.start].mul_(w[s.parameter])
 
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         state, clip = self.state, self._begin(hyper)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from onebit.collectives.exchange import Chunk, Exchange
 from onebit.collectives.undo import Undo
+from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.passes import Compress, Decode, Gradients
 from onebit.optim.fields import FIRST_MOMENTUM
-from onebit.optim.flat_state import FlatState
+from onebit.optim.flat_state import FlatState, pieces
 from onebit.optim.limit import UpdateLimit
 from onebit.optim.stages import AsyncReadback
 
@@ -43,6 +44,17 @@ class MomentumReducer:
         dense = self.state.get(FIRST_MOMENTUM.name)
         assert self._previous is not None
         return self._previous if dense is None else dense
+
+    @property
+    def served_spans(self) -> list[Span]:
+        """What this rank averages for all."""
+        layout, exchange = self.exchange.layout, self.exchange
+        return [] if exchange.server_residual is None else layout.parts(exchange.own_row, layout.ranks)
+
+    def served(self, index: int) -> list[tuple[slice, Tensor]]:
+        """Which elements of a parameter this rank averages, and what it has left out of them."""
+        server = self.exchange.server_residual
+        return [] if server is None else pieces(self.served_spans, server.value, index)
 
     def all_reduce(self, hyper: Tensor, flags: Tensor, undo: Undo | None = None) -> None:
         """`replies` become the new m. undo: keeps what this changes."""

@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from onebit.optim.flat_state import FlatState
+from onebit.kernels.data.layout import Span
+from onebit.optim.flat_state import FlatState, pieces
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
@@ -40,25 +41,21 @@ def _of_fields(state: FlatState) -> dict[str, Tensor]:
 def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor]:
     """fp32 [parameters]: what was left out, and how large the values sent are."""
     exchange, layout = reducer.exchange, state.layout
-    squares = torch.zeros(len(state.params), dtype=torch.float32, device=state.device)
-    for server in (chunk.server for chunk in exchange.chunks):
-        if server is not None:
-            left_out = server.residual.left_out()
-            for s in server.shard.segments():
-                squares[s.parameter] += left_out[s.offset : s.offset + s.stop - s.start].square().sum()
+    server = exchange.server_residual
+    of_server = torch.zeros(0, device=state.device) if server is None else server.left_out()
     scales = exchange.replies.scales_of(layout.all()).mean(0)  # of each block; the mean over the messages it is in
     ends = [*layout.first.tolist(), layout.used_blocks]
     return {
-        "residual_norm": _slice_norms(state, exchange.residual.left_out()),
-        "server_residual_norm": squares.sqrt(),
+        "residual_norm": _norms_in(state, state.slice_spans, exchange.residual.left_out()),
+        "server_residual_norm": _norms_in(state, reducer.served_spans, of_server),
         "momentum_scale": torch.stack([scales[a:b].mean() for a, b in pairwise(ends)]).nan_to_num(),
     }
 
 
-def _slice_norms(state: FlatState, flat: Tensor) -> Tensor:
-    """Of a flat tensor of this rank's slice."""
+def _norms_in(state: FlatState, spans: Sequence[Span], flat: Tensor) -> Tensor:
+    """Of a flat tensor that has some spans' elements one after the other."""
     none = flat.new_zeros(1)
-    parts = [[piece for _, piece in state.pieces(flat, i)] for i in range(len(state.params))]
+    parts = [[piece for _, piece in pieces(spans, flat, i)] for i in range(len(state.params))]
     return torch.stack([torch.linalg.vector_norm(torch.cat(own or [none])) for own in parts])
 
 
