@@ -108,7 +108,7 @@ def described(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def checksum(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
 
 
 def commit(folder: Path, data: str, files: Mapping[str, list[Any]], layout: Mapping[str, Any]) -> None:
@@ -187,25 +187,20 @@ def _is_file(item: tuple[str, Any]) -> bool:
 
 
 def layout_of(model: Mapping[str, Any], setup: Setup) -> dict[str, Any]:
-    """Names, shapes and dtypes of the model, param groups, and the optimizer's options; with a fingerprint of all."""
-    made = {
-        "model": {name: _described(value) for name, value in model.items() if isinstance(value, Tensor)},
-        "groups": [[_described(p) for p in group["params"]] for group in setup.groups],
-        "optimizer": setup.name,
-        "options": {name: _plain(value) for name, value in asdict(setup.options).items()},
-        "ranks": setup.topology.everyone.size,
-    }
-    return {**made, "fingerprint": checksum(made)}
+    """Shapes of the model by name, and the number of ranks; with a fingerprint of these, dtypes, groups and options."""
+    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+    made = {"model": {name: list(t.shape) for name, t in tensors.items()}, "ranks": setup.topology.everyone.size}
+    groups = [[(p.dtype, p.shape) for p in group["params"]] for group in setup.groups]
+    others = [[t.dtype for t in tensors.values()], groups, setup.name, asdict(setup.options)]
+    return {**made, "fingerprint": checksum([made, others])}
 
 
 def check_layout(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """A ValueError that names the first differences of the models. Param groups are looked at with the state; options,
     dtypes and numbers of ranks may be others."""
-    own = _shapes_of(here)
-    try:
-        model = _shapes_of(there)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError("the checkpoint does not say what model it is of: it is damaged. Load another") from error
+    own, model = here["model"], there.get("model")
+    if not isinstance(model, dict):
+        raise ValueError("the checkpoint does not say what model it is of: it is damaged. Load another")
     differences = [
         *(f"{name} is only there" for name in model if name not in own),
         *(f"{name} is only here" for name in own if name not in model),
@@ -219,20 +214,6 @@ def check_layout(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         )
 
 
-def _shapes_of(layout: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Of the model's tensors by name."""
-    return {name: list(shape) for name, (_, shape) in layout["model"].items()}
-
-
-def _described(value: Tensor) -> list[Any]:
-    return [_plain(value.dtype), list(value.shape)]
-
-
-def _plain(value: Any) -> Any:
-    """What JSON holds as it is, or the name of a dtype."""
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-
-
 Piece = tuple[list[int], list[int], _StorageInfo]  # of a tensor: where it begins, its size, and where it lies
 
 
@@ -243,7 +224,7 @@ def index_of(metadata: Metadata) -> dict[str, Any]:
         index[key] = {"path": list((metadata.planner_data or {})[key])}
         places: list[tuple[Any, Any]] = [(None, ())]
         if isinstance(found, TensorStorageMetadata):
-            index[key] |= {"dtype": _plain(found.properties.dtype), "size": list(found.size)}
+            index[key] |= {"dtype": str(found.properties.dtype).removeprefix("torch."), "size": list(found.size)}
             places = [(chunk.offsets, chunk.sizes) for chunk in found.chunks]
         lies = [(*place, metadata.storage_data[MetadataIndex(key, place[0])]) for place in places]
         index[key]["pieces"] = [

@@ -54,7 +54,7 @@ from onebit.optim.held import clear_fields
 from onebit.optim.limit import USUAL
 from onebit.optim.mean_norm import ANEW, MeanNorm
 from onebit.optim.memory_order import Order, flattened, order_of, reordered
-from onebit.optim.options import check_group, is_known_key
+from onebit.optim.options import KEYS_OF_OTHERS, OF_ADAMW, check_group
 from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -62,11 +62,6 @@ from onebit.optim.sharding import local, part_of
 from onebit.optim.snapshot import Part, Snapshot
 from onebit.optim.stages import Stages
 from onebit.warning import warn
-
-_NOT_OPTIONS = {
-    "params", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
-    "decoupled_weight_decay",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -161,10 +156,8 @@ def restored(
         for group in setup.groups
         for p in group["params"]
     }
-    merged = _merged_options(setup, groups)
     numbers = _numbers(setup, checked_numbers(reached), saved)
-    if numbers["compressing"]:
-        _check_compressed_alike(setup, groups)
+    merged = _merged_options(setup, groups, numbers["compressing"])
     betas = [betas_of(group) for group in merged]
     return merged, _Restoration(setup, numbers, saved, betas, kept, fold).snapshot(len(current.compressed))
 
@@ -496,23 +489,18 @@ def _checked_groups(setup: Setup, state_dict: Mapping[str, Any]) -> list[dict[st
     return groups
 
 
-def _check_compressed_alike(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> None:
-    for i, (here, there) in enumerate(zip(setup.groups, groups, strict=True)):
-        if is_compressed(here) != is_compressed(there):
+def _merged_options(setup: Setup, groups: Sequence[Mapping[str, Any]], compressing: bool) -> list[dict[str, Any]]:
+    """Options that this optimizer has, and what others (schedulers) have left in the groups."""
+    merged, not_options = [], {"params", COMPRESS} | OF_ADAMW
+    for i, (group, saved) in enumerate(zip(setup.groups, groups, strict=True)):
+        if compressing and is_compressed(group) != is_compressed(saved):  # in stage 1 it may be another from here on
             raise ValueError(
-                f"the state is one of stage 2, of a run with compress={is_compressed(there)} in param group {i}, and "
-                f"here it is {is_compressed(here)}: what the one keeps the other has no use for. Give the group what "
+                f"the state is one of stage 2, of a run with compress={is_compressed(saved)} in param group {i}, and "
+                f"here it is {is_compressed(group)}: what the one keeps the other has no use for. Give the group what "
                 f"it had"
             )
-
-
-def _merged_options(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Options that this optimizer has, and what others (schedulers) have left in the groups."""
-    merged = []
-    for group, saved in zip(setup.groups, groups, strict=True):
-        given = {k: v for k, v in saved.items() if k not in _NOT_OPTIONS}
-        given.pop(COMPRESS, None)  # in stage 1 it may be another from here on
-        new = deepcopy({k: v for k, v in given.items() if k in group or is_known_key(k)})
+        given = {k: v for k, v in saved.items() if k not in not_options}
+        new = deepcopy({k: v for k, v in given.items() if k in group or k in KEYS_OF_OTHERS})
         if unknown := sorted(given.keys() - new.keys()):
             warn(f"the state's param groups have {', '.join(unknown)}, with which nothing is done here: left out")
         if isinstance(new["betas"], list):  # as JSON and torch.distributed.checkpoint have it

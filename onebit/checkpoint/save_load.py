@@ -14,7 +14,6 @@ names and sizes that were saved, until the next load.
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -179,15 +179,11 @@ def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
     for path, value in flat.items():
         node = root
         for step in path[:-1]:
-            node = node.setdefault(_number(step), {})
+            node = node.setdefault(step, {})
             if not isinstance(node, dict):
                 raise ValueError(f"the checkpoint has two values for {path}: it is damaged. Load another")
-        node[_number(path[-1])] = value
+        node[path[-1]] = value
     return root
-
-
-def _number(step: Any) -> Any:
-    return int(step) if isinstance(step, str) and re.fullmatch(r"[0-9]{1,9}", step) else step
 
 
 @contextmanager
@@ -274,12 +270,12 @@ class _Source:
         self._extra: dict[int, dict[str, str]] = {}  # keys by rank and name
         for key, path in self._index.planner_data.items():
             match path:
-                case ("optimizer", "state", place, str(name)):
-                    self._own[key] = (_number(place), name)
+                case ("optimizer", "state", str(place), str(name)) if place.isdecimal():
+                    self._own[key] = (int(place), name)
                 case ("optimizer", "param_groups", _, _, *_):
                     self._groups[key] = path[2:]
-                case ("extra", rank, str(name)):
-                    self._extra.setdefault(_number(rank), {})[name] = key
+                case ("extra", str(rank), str(name)) if rank.isdecimal():
+                    self._extra.setdefault(int(rank), {})[name] = key
         if not self._groups:
             raise ValueError(f"{manifest.folder} holds no optimizer: it is damaged. Load another checkpoint")
 
@@ -356,18 +352,9 @@ Sizes = dict[str, tuple[torch.Size, torch.dtype]]
 
 def _of_state(state: Mapping[str, Any]) -> tuple[Sizes, Collection[str], Read]:
     """Of a state by dotted keys: its tensors, the keys of its other values, and how to read values."""
-    flat = dict(_flattened(state))
+    flat, _ = flatten_state_dict(dict(state))
     tensors = {key: (v.size(), v.dtype) for key, v in flat.items() if isinstance(v, Tensor)}
     return tensors, flat.keys() - tensors.keys(), lambda keys: {key: flat[key] for key in keys}
-
-
-def _flattened(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    lists = isinstance(value, list) and any(isinstance(each, Mapping) for each in value)
-    if not isinstance(value, Mapping) and not lists:
-        yield at, value
-        return
-    for name, each in enumerate(value) if lists else value.items():
-        yield from _flattened(each, f"{at}.{name}" if at else str(name))
 
 
 def _of_checkpoint(source: Any) -> tuple[Sizes, Collection[str], Read]:

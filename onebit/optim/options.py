@@ -28,14 +28,14 @@ SMALLEST_FLOAT = torch.finfo(torch.float32).tiny
 
 MASK = "mask"  # of a param group: see onebit.optim.held
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
-_KEYS_OF_OTHERS = {"params", "param_names", "name", "lr_scale", PROGRESS} | _OF_SCHEDULERS
+KEYS_OF_OTHERS = {"params", "param_names", "name", "lr_scale", PROGRESS} | _OF_SCHEDULERS
 _HOW_ADAMW_RUNS = {"foreach", "capturable", "fused"}  # and not what it computes
 _CHANGES_THE_UPDATE = {
     "amsgrad": "a compressed step has no new variance to take the maximum of. Leave it out",
     "maximize": "steps go down. Negate the loss instead",
     "differentiable": "a step writes to each parameter by its address, which autograd does not see. Leave it out",
 }
-_OF_ADAMW = {"decoupled_weight_decay"} | _HOW_ADAMW_RUNS | _CHANGES_THE_UPDATE.keys()
+OF_ADAMW = {"decoupled_weight_decay"} | _HOW_ADAMW_RUNS | _CHANGES_THE_UPDATE.keys()
 
 
 class OptionArguments(TypedDict, total=False):
@@ -287,11 +287,6 @@ def _without_those_of_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in theirs}
 
 
-def is_known_key(name: str) -> bool:
-    """Whether a param group may have it beside an optimizer's own options: nothing is expected of it."""
-    return name in _KEYS_OF_OTHERS or name in _OF_ADAMW
-
-
 def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
     """That no key of a param group is passed over in silence."""
     if MASK in group:
@@ -299,8 +294,8 @@ def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
             f"a param group has {MASK!r}, which was put there later, and nothing would be done with it. Give it with "
             f"its parameters when the optimizer is built, or to add_param_group"
         )
-    for name in group.keys() - options - _KEYS_OF_OTHERS:
-        if name not in _OF_ADAMW:
+    for name in group.keys() - options - KEYS_OF_OTHERS:
+        if name not in OF_ADAMW:
             raise ValueError(
                 f"a param group has {name!r}, with which nothing would be done: the options of a group are "
                 f"{', '.join(sorted(options))}. Take it out of the group; a label of your own goes under 'name'"
