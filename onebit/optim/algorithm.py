@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from onebit.collectives.undo import Undo
 from onebit.kernels.data.hyper import Hyper
 from onebit.optim import param_groups
 from onebit.optim.fields import MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FixedStep, StageRule
+from onebit.optim.local_steps import LocalSteps as LocalSteps
 from onebit.optim.options import Options
 from onebit.optim.param_groups import Group
 from onebit.optim.reducer import MomentumReducer
@@ -32,35 +32,6 @@ from onebit.optim.reducer import MomentumReducer
 Kind = Literal["full", "1 bit", "local", "sync"]
 """Of a step: on the averaged gradient, on the compressed momentum, on a rank's own gradient, and that with an exchange
 afterwards, after which all ranks agree again."""
-
-
-class LocalSteps(Protocol):
-    """A flat state between two exchanges. Ranks whose gradients are averaged uncompressed move alike."""
-
-    taken: int  # steps since the last exchange
-
-    @property
-    def progress(self) -> Any:
-        """What of them is the same on all ranks, in a form that JSON can hold."""
-
-    def go_on(self, progress: Any, before: Any = None) -> None:
-        """With another set of ranks, where they were between two exchanges. before: this rank's own until now; None on
-        a rank that joins, which has what all had after the last exchange."""
-
-    def move(self, hyper: Tensor, flags: Tensor) -> None:
-        """A step by this rank's own gradient, left out where flags is not 0."""
-
-    def pass_over(self, hyper: Tensor) -> None:
-        """A step that other ranks take, and this one does not: see `onebit.follow`."""
-
-    def exchange(self, hyper: Tensor, undo: Undo | None = None) -> None:
-        """All messages. undo: keeps what they change."""
-
-    def meet(self, hyper: Tensor) -> None:
-        """After the exchange: all ranks have the same parameters."""
-
-    def last_parameters(self) -> list[Tensor]:
-        """What they were after the last exchange, fp32."""
 
 
 class Algorithm(ABC):

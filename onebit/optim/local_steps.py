@@ -44,14 +44,14 @@ KEPT = 3 / 4  # of W, at least: what a message leaves out is a half to three qua
 FIELDS = (ANCHOR, OWN_MOMENTUM, FACTOR)
 
 
-class ZeroOneLocalSteps:
+class LocalSteps:
     """Of one flat state, from what its last exchange has left."""
 
     def __init__(self, state: FlatState, reducer: MomentumReducer, live: Tensor) -> None:
         """live: bool [elements], where elements take part."""
         self.state, self._reducer, self._exchange = state, reducer, reducer.exchange
         device, parameters = state.device, len(state.params)
-        self.taken = 0
+        self.taken = 0  # steps since the last exchange
         self.weights = torch.zeros(parameters, dtype=torch.float32, device=device)  # the sum of w since the last sync
         self.decay = torch.ones(parameters, dtype=torch.float32, device=device)  # the product of 1 - lr wd
         self._groups = torch.tensor(state.groups, dtype=torch.int64, device=device)
@@ -78,6 +78,7 @@ class ZeroOneLocalSteps:
                 e.mul_(w[i])
 
     def move(self, hyper: Tensor, flags: Tensor) -> None:
+        """A step by this rank's own gradient, left out where flags is not 0."""
         state, clip = self.state, self._begin(hyper)
         for span, _, residual in self._exchange.slices():
             state.backend.run(ZeroOneLocal(
@@ -92,6 +93,7 @@ class ZeroOneLocalSteps:
         self._count(hyper)
 
     def pass_over(self, hyper: Tensor) -> None:
+        """A step that other ranks take, and this one does not: see `onebit.follow`."""
         self._begin(hyper)
         self._count(hyper)
 
@@ -110,6 +112,7 @@ class ZeroOneLocalSteps:
         self.taken += 1
 
     def exchange(self, hyper: Tensor, undo: Undo | None = None) -> None:
+        """All messages. undo: keeps what they change."""
         state, alone = self.state, torch.zeros_like(hyper)  # neither momentum nor gradient: residuals alone
 
         def compress(chunk: Chunk) -> None:
@@ -122,6 +125,7 @@ class ZeroOneLocalSteps:
         self._exchange.run(compress, chunks=None if undo is None else undo.chunks)
 
     def meet(self, hyper: Tensor) -> None:
+        """After the exchange: all ranks have the same parameters."""
         state, total = self.state, self._exchange.replies
         before = factor = state[FACTOR.name]
         self._set_reference(torch.maximum(self.weights, torch.where(before > 0, KEPT / before, 0)))
@@ -138,9 +142,12 @@ class ZeroOneLocalSteps:
 
     @property
     def progress(self) -> Any:
+        """What is the same on all ranks, in a form that JSON can hold."""
         return [self.taken, self.weights.tolist(), self.decay.tolist()]
 
-    def go_on(self, progress: Any, before: ZeroOneLocalSteps | None = None) -> None:
+    def go_on(self, progress: Any, before: LocalSteps | None = None) -> None:
+        """With another set of ranks, where they were between two exchanges. before: this rank's own until now; None on
+        a rank that joins, which has what all had after the last exchange."""
         state = self.state
         self.taken = int(progress[0])
         for own, values in ((self.weights, progress[1]), (self.decay, progress[2])):
@@ -157,6 +164,7 @@ class ZeroOneLocalSteps:
             self._first_clip = before._first_clip
 
     def last_parameters(self) -> list[Tensor]:
+        """What they were after the last exchange, fp32."""
         return [self.state.view(ANCHOR.name, i) for i in range(len(self.state.params))]
 
     def _clip(self, hyper: Tensor) -> Tensor | None:
