@@ -163,8 +163,8 @@ class OneBitOptimizer(Progress):
             taken = all_gather_json(self.setup.topology.everyone, self.setup.device, own, _ENDING)
             if len(set(taken)) > 1:
                 raise ValueError(
-                    f"synchronize: ranks have taken other numbers of steps ({taken}, by rank). Give every rank equally many "
-                    f"batches (drop_last=True, or the least of all ranks)"
+                    f"synchronize: ranks have taken other numbers of steps ({taken}, by rank). Give every rank as many "
+                    f"batches as the others (drop_last=True, or the least of all ranks)"
                 )
             self.coming = None  # the exchange is of no step
             hyper = self.gradients.write_hyper(self.setup, self.current)
