@@ -16,7 +16,7 @@ from onebit.optim.eager import eager
 from onebit.optim.sharding import is_sharded
 from onebit.optim.steps import kind_of_step
 from onebit.optimizers.optimizer import OneBitOptimizer
-from onebit.parallel.attached import Attached, hook_of_ddp
+from onebit.parallel.attached import Attached, hook_of_ddp, refuse_left_out
 from onebit.parallel.buckets import keep_buffers_the_same
 from onebit.parallel.unwrap import ddp_of, own_optimizer
 
@@ -95,11 +95,11 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
 
 
 def _same_parameters(model: nn.Module, inner: OneBitOptimizer, wrapper: str) -> dict[Tensor, str]:
-    """The model's parameters that train, and their names: the optimizer has these and no others, or a ValueError. What
-    it lacks of a model in DDP averages."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    """The names of the model's parameters: the optimizer has those that train and no others, or a ValueError. What it
+    lacks of a model in DDP averages."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     known = {p for group in inner.param_groups for p in group["params"]}
-    lacking = [name for p, name in names.items() if p not in known]
+    lacking = [name for p, name in names.items() if p.requires_grad and p not in known]
     if lacking and wrapper != "DDP":
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
         raise ValueError(
@@ -125,13 +125,23 @@ def _attach_to_ddp(ddp: DistributedDataParallel, module: nn.Module, inner: OneBi
             f"{ours.size} (rank {ours.rank}): pass process_group= to the optimizer, the same as to DDP"
         )
     names = _same_parameters(module, inner, "DDP")
+    inner.setup.names.update(names)
+    _refuse_ignored(ddp, inner)
     attached = next((state for _, state in ddp._comm_hooks if isinstance(state, Attached)), None)
     if attached is None:
         attached = _register(ddp)
     attached.add(inner, names)
     inner.averaged_in_backward, inner.current.ddp_averages = True, False
     inner.overlap.set_model(ddp)
-    inner.setup.names.update(names)
+
+
+def _refuse_ignored(ddp: DistributedDataParallel, inner: OneBitOptimizer) -> None:
+    """Where a torch has no such list, the first backward pass finds them."""
+    kept = getattr(ddp, "_module_parameters", None)
+    if kept is not None:
+        averaged = set(kept)
+        trained = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+        refuse_left_out([inner.setup.name_of(p) for p in trained if p not in averaged])
 
 
 def _register(ddp: DistributedDataParallel) -> Attached:

@@ -5,7 +5,7 @@ has: those DDP averages in every step, as without us.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,6 +51,10 @@ class Attached:
         self._needless: dict[OneBitOptimizer, bool] = {}  # whose coming step has no use for buckets
         self._model = weakref.ref(model)
         self._have_stepped: set[OneBitOptimizer] = set()  # since all of them had
+        skips = getattr(model, "skip_all_reduce_unused_params", False)
+        self._may_be_skipped = set(self._parameters if skips else ())
+        self._expected: set[Tensor] = set()  # what optimizers train, until it was seen in a bucket
+        self._expected_of: Mapping[Tensor, OneBitOptimizer] = {}  # the owners that these are of
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -64,7 +68,7 @@ class Attached:
                 if p.requires_grad and p in self.owners:
                     raise ValueError(
                         f"an optimizer that was attached before holds {names[p]!r} too: both would average and move "
-                        f"it. Give every parameter to one optimizer"
+                        f"it. Give every parameter to one optimizer; to replace that one, wrap the model anew"
                     )
         self.optimizers.append(optimizer)
         optimizer.leave_out_buckets = partial(_leave_out, weakref.ref(self), weakref.ref(optimizer))
@@ -80,6 +84,17 @@ class Attached:
             self._made_of = [weakref.ref(each) for each in now]
         return self._owners
 
+    def check_all_are_averaged(self, bucket: GradBucket) -> None:
+        """In the first backward pass since owners have changed: its buckets have all that DDP averages, and so all that
+        optimizers train, or the pass ends with a ValueError."""
+        if bucket.index() == 0 and self._expected_of is not self.owners:
+            self._expected, self._expected_of = self.owners.keys() - self._may_be_skipped, self.owners
+        if self._expected:
+            self._expected.difference_update(bucket.parameters())
+            if bucket.is_last():
+                left_out = [own.setup.name_of(p) for p, own in self.owners.items() if p in self._expected]
+                _when_ddp_has_ended(partial(refuse_left_out, left_out))
+
     def leave_out(self, optimizer: OneBitOptimizer, buckets: bool) -> None:
         """A step ends. Whether the coming backward pass is without buckets: where no optimizer needs them, nor DDP
         itself."""
@@ -91,6 +106,24 @@ class Attached:
                 self._have_stepped.clear()
             everyone = all(self._needless.get(each, False) for each in self.optimizers)
             leave_out_buckets(model, everyone and all(p in self.owners for p in self._parameters))
+
+
+def refuse_left_out(names: Sequence[str]) -> None:
+    """names: of parameters that an optimizer trains, and DDP does not average."""
+    if names:
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        raise ValueError(
+            f"DDP does not average the gradient of parameter {names[0]}{more}, and every rank would move it by its "
+            f"own: it was unfrozen, or given to the optimizer, after the model was wrapped, or DDP was told to ignore "
+            f"it. Wrap the model anew, with this parameter in it, and attach again"
+        )
+
+
+def _when_ddp_has_ended(call: Callable[[], None]) -> None:
+    """Its reducer, left in the middle of a pass, would disturb those of a model that is wrapped anew. What it does at
+    the end it queues only after its last bucket: hence twice."""
+    queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+    queue(partial(queue, call))
 
 
 def _leave_out(attached: weakref.ref[Attached], optimizer: weakref.ref[OneBitOptimizer], buckets: bool) -> None:
@@ -106,6 +139,7 @@ def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Ten
         for optimizer in state.optimizers:
             if not optimizer.begun:
                 optimizer.begin_step()
+    state.check_all_are_averaged(bucket)
     own = bucket.buffer().dtype
     owners = [state.owners.get(p) for p in bucket.parameters()]
     ways = {owner: _way(state, owner, own) for owner in dict.fromkeys(owners)}

@@ -2,8 +2,10 @@
 copies, `join`, and DDP's buckets, which backward passes that compressed steps follow leave out."""
 
 import copy
+import gc
 import io
 import warnings
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -53,13 +55,17 @@ def test_attach_says_what_is_wrong(rank, kind):
         with refused(error, *parts):
             onebit.attach(model, optimizer)
 
-    plain, ddp, hooked = net(), ddp_of(net()), ddp_of(net())
+    plain, ddp, hooked, ignoring = net(), ddp_of(net()), ddp_of(net()), net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["2.bias", "3.weight"])
+    partly = ddp_of(ignoring)
     hooked.register_comm_hook(None, allreduce_hook)
     more, alone = [*ddp.parameters(), nn.Parameter(torch.ones(2))], [torch.distributed.get_rank()]
     apart = torch.distributed.new_group(alone, use_local_synchronization=True)
     says = ("DistributedDataParallel", "Sequential", "averages gradients itself")
     fails(TypeError, plain, plain.parameters(), *says)
     fails(ValueError, ddp, more, "does not hold parameter 8 of group 0", "one of their own")
+    fails(ValueError, partly, partly.parameters(), "not average", "parameter 2.bias and 1 more", "told to ignore it")
+    onebit.attach(partly, build(kind, ignoring[:2].parameters(), process_group=group()))
     fails(ValueError, hooked, hooked.parameters(), "hook already", "allreduce_hook", "without that call")
     fails(ValueError, ddp, ddp.parameters(), "2 ranks", "process_group=", ranks=apart)
     if torch.cuda.is_available() or not torch.version.cuda:  # else DDP itself asks for a stream of a GPU
@@ -69,7 +75,7 @@ def test_attach_says_what_is_wrong(rank, kind):
     onebit.attach(ddp, optimizer)
     with pytest.raises(ValueError, match=r"twice.*once is enough"):
         onebit.attach(ddp, optimizer)
-    fails(ValueError, ddp, more[2:-1], "'1.weight'", "one optimizer")
+    fails(ValueError, ddp, more[2:-1], "'1.weight'", "one optimizer", "to replace that one, wrap")
 
 
 def test_what_is_no_optimizer_of_onebit_or_no_model(tmp_path):
@@ -110,6 +116,109 @@ def test_forgetting_attach_warns_once(rank, how):
     for text in texts:
         says = ("DistributedDataParallel", "onebit.attach(model, optimizer)", "no time is gained")
         assert all(part in text for part in says)
+
+
+class Growing(nn.Module):
+    """Its second layer is frozen until `grow`."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1)])
+        self.layers[1].requires_grad_(False)
+        self.added = None
+
+    def grow(self, how, optimizer):
+        if how == "added":
+            self.added = nn.Linear(8, 8)
+            optimizer.add_param_group({"params": self.added.parameters()})
+        self.layers[1].requires_grad_()
+
+    def forward(self, x):
+        first, second, last = self.layers
+        return last((self.added or torch.tanh)(second(first(x))))
+
+
+GROWING = [(kind, "unfrozen", at) for kind in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam") for at in (1, 3)]
+
+
+@pytest.mark.parametrize(("kind", "how", "at"), [*GROWING, ("OneBitAdam", "added", 3), ("ZeroOneAdam", "unfrozen", 0)])
+@on_ranks(2)
+def test_what_ddp_does_not_average_is_an_error_until_the_model_is_wrapped_anew(rank, kind, how, at):
+    """Parameters that train only since the model was wrapped, before it was attached or after so many steps. The
+    optimizer goes on with its state; another one of the model, and what nobody trains, are not in the way."""
+    model = Growing()
+    ddp = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=0.0001)
+    first, *others = (layer.parameters() for layer in model.layers)
+    options = {"freeze_step": 5, "process_group": group()}
+    other = build("OneBitAdam", first, **options)
+    optimizer = build(kind, [p for each in others for p in each], **options)
+
+    def on(last):
+        for step in range(optimizer.steps, last):
+            model.zero_grad()
+            loss_of(ddp, rank, step).backward()
+            for each in (other, optimizer):
+                each.step()
+
+    def attach():
+        for each in (other, optimizer):
+            onebit.attach(ddp, each)
+
+    if at > 0:
+        attach()
+        on(at)
+        model.grow(how, optimizer)
+    else:
+        model.grow(how, optimizer)
+        attach()
+    before = bits(model.parameters())
+    name = "layers.1.weight" if how == "unfrozen" else "layers.1.weight and 3 more"
+    for _ in range(2):
+        with refused(ValueError, "DDP does not average", f"parameter {name}", "Wrap the model anew", "attach again"):
+            on(at + 1)
+    assert bits(model.parameters()) == before and optimizer.steps == at
+    ddp = DistributedDataParallel(model, process_group=group(), bucket_cap_mb=0.0001)
+    attach()
+    on(12)
+    assert optimizer.compressing and optimizer.steps == 12
+    optimizer.synchronize()
+    return bits(model.parameters())
+
+
+@kinds
+@on_ranks(2)
+def test_another_optimizer_takes_a_model_that_is_wrapped_anew(rank, kind):
+    """In stage 2. The first one is gone with the model that it was attached to."""
+    model, ends = net(), []
+    for _ in range(2):
+        ddp = DistributedDataParallel(model, process_group=group())
+        optimizer = build(kind, model.parameters(), freeze_step=3, process_group=group())
+        onebit.attach(ddp, optimizer)
+        gc.collect()
+        ends.append(weakref.ref(optimizer))
+        assert [end() is optimizer for end in ends] == [end is ends[-1] for end in ends]
+        train(ddp, optimizer, rank, 0, 8)
+        assert optimizer.compressing
+    return bits(model.parameters())
+
+
+@on_ranks(2)
+def test_a_layer_that_is_never_used_and_whose_buckets_ddp_skips(rank):
+    class Skipping(Growing):
+        def forward(self, x):
+            return self.layers[2](self.layers[0](x))
+
+    model = Skipping().requires_grad_()
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-5}
+    ddp = DistributedDataParallel(model, process_group=group(), **options)
+    optimizer = build("OneBitAdam", model.parameters(), freeze_step=3, process_group=group())
+    onebit.attach(ddp, optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_of(ddp, rank, step).backward()
+        optimizer.step()
+    return bits(model.parameters())
 
 
 JOINS = [
