@@ -13,6 +13,7 @@ from onebit.collectives.agreement import agree_on_values
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import Done, LocalTransport
+from onebit.kernels.data.layout import Layout
 from tests.onebit.runs import on_ranks
 from tests.ranks import group, run_ranks
 
@@ -137,3 +138,10 @@ def test_of_two_ranks_that_differ_rank_0_is_right(rank):
     for its in (0.0, 2.0):  # on rank 1: a smaller checksum than that of ones, and a larger one
         with pytest.raises(ValueError, match="number 0 has other values on rank 1 than on the rest"):
             agree_on_values(transport_for(group()), [torch.full((3,), its if rank else 1.0)], lambda i: f"number {i}")
+
+
+def test_a_slice_is_cut_into_parts_of_nearly_equal_size():
+    layout = Layout([5000, 63, 3000], block_size=64)
+    (parts,) = averaging.buckets_of_slices([layout.all()], 1000)
+    assert sum(part.elements for part in parts) == layout.elements
+    assert all(abs(part.elements - layout.elements / 9) <= 2 * 64 for part in parts) and len(parts) == 9
