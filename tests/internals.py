@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 
@@ -21,8 +20,6 @@ def forget_process_group(optimizer: Any) -> None:
 
 def let_groups_share_a_loop() -> None:
     """One thread for all groups of a process: each of Gloo's looks a hundred times a second whether a message came."""
-    if torch.__version__ >= "2.14":  # there a group may wait for ever in such a loop
-        return
     gloo: Any = dist.ProcessGroupGloo
     own, device = gloo.__init__, gloo.create_default_device()
 

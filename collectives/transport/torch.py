@@ -14,6 +14,7 @@ import operator
 import os
 import socket
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -47,6 +48,9 @@ class _Duplicates:
 
 _DUPLICATES: WeakKeyDictionary[Any, dict[Any, _Duplicates]] = WeakKeyDictionary()  # by the world of their ranks
 _KEPT = 62  # numbers that fit into an integer
+_COUNTS_APART = torch.__version__ >= "2.14"
+_BEYOND = 2**40  # what no process counts to
+_made_by_members: deque[int] = deque([-1], maxlen=1)
 
 
 class TorchTransport:
@@ -173,8 +177,7 @@ class TorchTransport:
 
     def _new_group(self, ranks: list[int], kind: str | None = None, **as_duplicate: Any) -> Transport:
         """Made by its members alone, who all are in this group."""
-        self._make_as_many_groups()
-        with _without_bound_device():
+        with self._named_alike(), _without_bound_device():
             made = self._made(ranks, kind or self._kind, use_local_synchronization=True)
         return self._transport_of(made, **as_duplicate)
 
@@ -193,13 +196,25 @@ class TorchTransport:
             dist.distributed_c10d._set_pg_timeout(self._timeout, made)
         return made
 
-    def _make_as_many_groups(self) -> None:
+    @contextlib.contextmanager
+    def _named_alike(self) -> Iterator[None]:
         """Where only its members make a group, torch names it by how many groups a process has made: the name on all
-        ranks has to be the same, so those that have made fewer make some of themselves alone."""
+        ranks has to be the same. Until torch 2.13 those that have made fewer make some of themselves alone. Later ones
+        count this group, too, and name those of all ranks by the same count: it stays, and this group has another."""
+        world = dist.distributed_c10d._world
         most = max(self._everyones(_groups_made(), "counting process groups (all-gather of one number)"))
-        while _groups_made() < most:
-            with _without_bound_device():
-                dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        if not _COUNTS_APART:
+            while _groups_made() < most:
+                with _without_bound_device():
+                    dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+            yield
+            return
+        own, world.group_count = world.group_count, _BEYOND + most
+        try:
+            yield
+        finally:
+            world.group_count = own
+            _made_by_members.append(most)
 
     @property
     def _timeout(self) -> timedelta | None:
@@ -313,10 +328,8 @@ def _without_bound_device() -> Iterator[None]:
 
 
 def _groups_made() -> int:
-    """What torch makes the names of groups of: those that this process is in; from 2.14 on, those that it was asked
-    to make."""
-    world = dist.distributed_c10d._world
-    return world.group_count if torch.__version__ >= "2.14" else len(world.pg_names)
+    """That this process is in; from 2.14 on, one more than the last number of one that its members alone have made."""
+    return _made_by_members[-1] + 1 if _COUNTS_APART else len(dist.distributed_c10d._world.pg_names)
 
 
 def _one_rank_a_host() -> bool:
