@@ -165,7 +165,7 @@ def test_what_is_left_is_as_after_a_reform_between_two_steps(name: str) -> None:
 
 
 COMPARING, BUILDING = "comparing how far the ranks are", "comparing whether all can go on"
-LAYOUTS = "comparing the ranks' layouts"  # of models, then of the messages of the sync
+ENDING = "comparing how many steps"  # before the messages of the sync
 FROM_3 = (0, 1, 2)
 SECOND_DEATHS = {
     "when ranks compare": Death(
@@ -192,7 +192,7 @@ SECOND_DEATHS = {
         SYNC,
         everywhere(15, SCATTER),
         15,
-        second={**dict.fromkeys((1, 2), Failure(0, BUILDING, skip=1)), 0: Failure(0, LAYOUTS, "before", skip=2)},
+        second={**dict.fromkeys((1, 2), Failure(0, BUILDING, skip=1)), 0: Failure(0, ENDING, "before")},
     ),
 }
 
