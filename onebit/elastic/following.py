@@ -24,6 +24,7 @@ from onebit.collectives.transport.protocol import CollectiveError, LocalTranspor
 from onebit.elastic.giving import PHASE
 from onebit.elastic.members import NEW, facts_of_model, is_new
 from onebit.elastic.moving import Shared, put_group_values
+from onebit.kernels import streams
 from onebit.kernels.log import tell
 from onebit.optim.gradients import Gradients
 from onebit.optim.setup import Setup
@@ -133,7 +134,10 @@ class Follower:
 
     @torch.no_grad()
     def _follow(self) -> None:
+        device = self._inner.setup.device
         try:
+            if streams.has_streams(device):
+                streams.choose_device(streams.current(device))
             while self._groups is None:
                 self._go_on()
         except Exception as error:

@@ -22,7 +22,7 @@ import onebit
 from onebit.checkpoint import restore
 from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.hand_over import receive_tensors
-from onebit.collectives.link import connect
+from onebit.collectives.link import Listener, connect
 from onebit.collectives.transport import TorchTransport, Work, transport_for
 from onebit.elastic import following
 from onebit.parallel.watch import shared_tensors
@@ -243,6 +243,19 @@ def test_what_is_given_waits_while_the_giver_is_in_a_step(monkeypatch: pytest.Mo
     gives_way.assert_called_once()
     giver.close()
     link.close()
+
+
+def test_the_thread_that_follows_chooses_its_device_first() -> None:
+    def choose(stream: Any) -> None:
+        raise RuntimeError(f"chosen in {threading.current_thread().name}")
+
+    listener = Listener(HOST)
+    optimizer = onebit.OneBitAdam([torch.nn.Parameter(torch.ones(8))], freeze_step=2)
+    chooses = mock.patch.object(following, "streams", choose_device=choose)
+    receives = mock.patch.object(following, "receive_tensors", side_effect=RuntimeError("received"))
+    with chooses, receives, pytest.raises(RuntimeError, match="chosen in onebit follower"):
+        onebit.follow(optimizer, listener.address)
+    listener.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
