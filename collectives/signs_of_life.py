@@ -9,6 +9,7 @@ While nobody is gone a step waits for nothing and sends nothing more.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -25,6 +26,7 @@ BYES = 3  # datagrams may be lost
 AT_ONCE = timedelta(milliseconds=1)
 UNANSWERED = 0x6F6E65  # the tag of a receive that nobody answers
 
+logger = logging.getLogger("onebit")
 _watched: list[SignsOfLife] = []  # one at most
 
 
@@ -72,12 +74,18 @@ class SignsOfLife:
         self.silent_after, self.interval = silent_after, min(0.25, silent_after / 20)
         self._peers = peers
         self._changed, self._stopped = threading.Condition(), threading.Event()
+        self._failed: Exception | None = None  # what ended the thread
         _watched.append(self)
-        self._thread = threading.Thread(target=self._watch, name="onebit signs of life", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="onebit signs of life", daemon=True)
         self._thread.start()
 
     def gone(self) -> dict[int, str]:
-        """What is known of each rank that is gone."""
+        """What is known of each rank that is gone. A RuntimeError where an error has ended the thread: the others will
+        take this rank for gone."""
+        if self._failed is not None:
+            raise RuntimeError(
+                f"an error has ended the watch for signs of life, restart from the last checkpoint: {self._failed!r}"
+            ) from self._failed
         return {peer.rank: peer.fate for peer in self._peers if peer.fate}
 
     def departed(self) -> set[int]:
@@ -115,6 +123,13 @@ class SignsOfLife:
             peer.close(bye)
         if self in _watched:
             _watched.remove(self)
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:
+            self._failed = error
+            logger.exception("an error has ended the watch for signs of life")
 
     def _watch(self) -> None:
         last = time.monotonic()

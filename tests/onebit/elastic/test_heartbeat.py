@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import onebit
-from onebit.collectives.signs_of_life import Peer
+from onebit.collectives.signs_of_life import Peer, SignsOfLife
 from onebit.collectives.transport import transport_for
 from tests.faults.elastic import problems_of, strike_ranks
 from tests.faults.striking import Fault
@@ -206,6 +207,16 @@ def found() -> dict[str, Future[list[Any]]]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[needs_ipv6] * ("IPv6" in name)) for name in WORLDS])
 def test_who_is_gone_is_known_and_the_others_go_on(name: str, found: dict[str, Future[list[Any]]]) -> None:
     assert found[name].result() == WORLDS[name][2]
+
+
+def test_an_error_that_ends_the_watch_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with there, mock.patch.object(Peer, "beat", side_effect=KeyError("unforeseen")):
+        signs = SignsOfLife([Peer(1, here, time.monotonic())], 1.0)
+        with pytest.raises(RuntimeError, match=r"ended the watch.*KeyError\('unforeseen'\)"):
+            signs.wait_for_news(1)
+        signs.stop(bye=False)
+    assert "ended the watch" in caplog.text
 
 
 def test_a_wrong_argument_on_one_rank_is_an_error_on_all() -> None:
