@@ -219,6 +219,11 @@ def test_an_error_that_ends_the_watch_is_heard(caplog: pytest.LogCaptureFixture)
     assert "ended the watch" in caplog.text
 
 
+class Unconnected(socket.socket):
+    def connect(self, address: Any) -> None:
+        raise OSError(f"no way to {address[0]}")
+
+
 def test_a_wrong_argument_on_one_rank_is_an_error_on_all() -> None:
     assert run_ranks_once(2, give_wrong_arguments, (), group_timeout=60.0) == [None, None]
 
@@ -239,6 +244,9 @@ def give_wrong_arguments(rank: int, size: int) -> None:
             onebit.Heartbeat(**own)
     with onebit.Heartbeat(silent_after=10.0), pytest.raises(ValueError, match="there is a Heartbeat"):
         onebit.Heartbeat()
+    without_way = mock.patch.object(socket, "socket", Unconnected) if rank else contextlib.nullcontext()
+    with without_way, pytest.raises(ValueError, match=r"no Heartbeat: rank 1: no way to 127\.0\.0\.1"):
+        onebit.Heartbeat(silent_after=2.0)
     deaf = mock.patch.object(Peer, "beat") if rank else contextlib.nullcontext()
     with deaf, pytest.raises(ValueError, match=r"rank 0: no datagram came from ranks \[1\].*rank 1: no .*let UDP"):
         onebit.Heartbeat(silent_after=2.0)
