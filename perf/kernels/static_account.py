@@ -6,7 +6,7 @@ Registers and spills are ptxas' report. Accesses are PTX's global loads and stor
 the share of a multiprocessor's 64 warps that registers and shared memory leave room for. The rest is read from the
 machine code that a warp runs for a whole, aligned block (`perf.kernels.machine_code`): instructions over the elements
 that a thread works on; barriers; how many loads wait for one another in a row until the last tile is there; and the
-cycles that a warp would take alone. `python -m perf.kernels.prediction` makes a speed of these.
+cycles that a warp would take alone.
 
 With --check nothing is written: exit status 1 if a kernel is worse than the record. Compilers differ, so numbers are
 compared where Triton's version is the record's; elsewhere no kernel may spill, or have fewer 16-byte accesses.
@@ -34,7 +34,6 @@ from perf.records import read_record, write_record
 
 TARGET = "sm_90"
 WIDE = 16  # bytes: the widest access
-MESSAGES = 8  # that average adds up
 # A multiprocessor of compute capability 9.0 (CUDA C++ Programming Guide, technical specifications).
 REGISTERS, REGISTER_UNIT, WARPS, PROGRAMS, SHARED, SHARED_UNIT = 65_536, 256, 64, 32, 227 * 1024, 1024
 
