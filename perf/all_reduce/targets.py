@@ -1,8 +1,4 @@
-"""What the compressed all-reduce is to reach.
-
-Two levels have two rivals over a host's link: one level as it was measured, and the least that any fp32 all-reduce
-between M hosts sends, were the ranks of a host one: 2 (M - 1) / M times 4 bytes an element, computed.
-"""
+"""What the compressed all-reduce is to reach; two levels against one level, over a host's link."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ BYTES = {"fp32": 28.0, "fp16": 14.0}  # times fewer bytes
 BYTES_ELEMENTS = 2**21  # and more: in less, barriers and headers count
 ROUND_TRIPS, FEW = 3.0, 2**18  # of a call with few elements, and of a large one beyond its bytes' time
 ONE_LEVEL, EACH = 3.8, 4  # times fewer bytes than one level, with so many ranks a host
-LEAST_FP32 = 28.0  # times fewer bytes than the least of fp32
 
 
 def faster(row: Row, than: Row) -> float | None:
@@ -31,11 +26,6 @@ def faster(row: Row, than: Row) -> float | None:
 def smaller(row: Row, than: Row) -> float | None:
     """How many times fewer bytes it sends."""
     return than.bytes / row.bytes if row.bytes and than.bytes else None
-
-
-def least_fp32(row: Row) -> float:
-    """Bytes over a host's link of an fp32 all-reduce between the hosts."""
-    return 2 * (row.hosts - 1) / row.hosts * 4 * row.elements
 
 
 def round_trips(row: Row, without_bytes: bool = False) -> float | None:
@@ -50,7 +40,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     """Those that these rows are a measurement of."""
     groups = by_kind(rows)
     if any(TWO_LEVELS in group for group in groups):
-        return [*_against_one_level(groups), *_against_least(groups)]
+        return _against_one_level(groups)
     return [*(target for group in groups for target in _of_times(group)), *_of_bytes(groups)]
 
 
@@ -73,8 +63,9 @@ def _of_times(group: dict[str, Row]) -> list[Target]:
 
 def _of_bytes(groups: Sequence[dict[str, Row]]) -> list[Target]:
     large = [group for group in groups if group[ONE_BIT].elements >= BYTES_ELEMENTS]
+    least = "the least of {} networks and sizes, {:,} elements or more"
     return [
-        Target(f"fewer bytes than {kind} ({_least_of(ratios)})", min(ratios), needed)
+        Target(f"fewer bytes than {kind} ({least.format(len(ratios), BYTES_ELEMENTS)})", min(ratios), needed)
         for kind, needed in BYTES.items()
         if (ratios := [ratio for group in large if (ratio := smaller(group[ONE_BIT], group[kind]))])
     ]
@@ -88,14 +79,3 @@ def _against_one_level(groups: Sequence[dict[str, Row]]) -> list[Target]:
             where = f"({own.hosts} hosts of {own.each} ranks, {own.rate}, {own.elements:,} elements)"
             found.append(Target(f"fewer bytes over a link than one level {where}", ratio, ONE_LEVEL))
     return found
-
-
-def _against_least(groups: Sequence[dict[str, Row]]) -> list[Target]:
-    large = [group[TWO_LEVELS] for group in groups if group[TWO_LEVELS].elements >= BYTES_ELEMENTS]
-    ratios = [least_fp32(row) / row.bytes for row in large if row.bytes]
-    what = f"fewer bytes than an fp32 all-reduce between hosts ({_least_of(ratios)})"
-    return [Target(what, min(ratios), LEAST_FP32)] if ratios else []
-
-
-def _least_of(ratios: Sequence[float]) -> str:
-    return f"the least of {len(ratios)} networks and sizes, {BYTES_ELEMENTS:,} elements or more"

@@ -23,7 +23,6 @@ from onebit.kernels.passes import PASSES
 from onebit.kernels.tuning.machine import device_name, provenance
 from onebit.kernels.tuning.timing import median_seconds
 from onebit.kernels.tuning.workload import Workload
-from perf import plots
 from perf.command import add_out, exit_status, make_folder
 from perf.kernels import local_step
 from perf.records import machine, slug, write_record
@@ -95,24 +94,6 @@ def table(copy: float, rows: Sequence[Row]) -> str:
     return "\n".join([*lines, f"{'copy':<16} {'':>9} {'':>9} {copy:>8.1f} {100:>10.1f}"])
 
 
-def panel(rows: Sequence[Row], title: str) -> plots.Draw:
-    """Bars of percent of the copy, and the percent to reach."""
-
-    def draw(axes: Any) -> None:
-        bars = axes.bar([r.name for r in rows], [r.percent_of_copy for r in rows], color=plots.BLUE)
-        axes.bar_label(bars, fmt="%.0f")
-        for i, row in enumerate(rows):
-            if row.target_percent is not None:
-                axes.hlines(row.target_percent, i - 0.45, i + 0.45, color=plots.TARGET, label="target")
-        axes.axhline(100, color="#888888", linewidth=1, linestyle=":", label="plain copy")
-        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(named.values(), named.keys(), loc="upper left")
-        axes.set(ylabel="bytes a second, percent of a copy", title=title, ylim=(0, None))
-        axes.tick_params(axis="x", rotation=20)
-
-    return draw
-
-
 def record_name(setting: Setting, threads: int) -> str:
     """The record's file name: the device, and in what it differs from the standard run."""
     extras = [
@@ -151,7 +132,6 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.out / f"{record_name(setting, arguments.threads)}.json"
     write_record(path, {**record, "targets": as_json(reached)})
     print(f"\n{path}")
-    plots.draw_if_possible(lambda: [plots.save(path.with_suffix(".png"), [panel(rows, where)], size=(9, 4))])
     return 0
 
 
@@ -187,5 +167,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=whole_number, default=1, help="on a CPU (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
     parser.add_argument("--repeats", type=whole_number, default=20, help="runs in a median (default: %(default)s)")
-    add_out(parser, "the record and the plot")
+    add_out(parser, "the record")
     return parser
