@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onebit.cli.arguments import CommandError, whole_number
+from onebit.cli.arguments import CommandError
 from onebit.collectives import CollectiveError
 from perf.lab.namespaces import LabUnavailable
 from perf.lab.processes import RankFailed
@@ -79,7 +79,7 @@ def link(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_ranks(parser: argparse.ArgumentParser, timeout: int) -> None:
+def add_ranks(parser: argparse.ArgumentParser) -> None:
     """Options of what is measured on ranks: in the lab, or on a group that is there."""
     parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
     parser.add_argument("--rates", type=list_of(link), help="of the lab's links: 100mbit,1gbit,100mbit+50ms,unshaped")
@@ -87,7 +87,6 @@ def add_ranks(parser: argparse.ArgumentParser, timeout: int) -> None:
         "--device", help="auto, cpu or cuda, which all hosts of the lab share (default: auto; lab: cpu)"
     )
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
-    parser.add_argument("--timeout", type=whole_number, default=timeout, help="seconds for one network of the lab")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)  # a rank of --lab, with these arguments
 
 

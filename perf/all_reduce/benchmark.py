@@ -58,7 +58,7 @@ def run_lab(arguments: argparse.Namespace, progress: Progress) -> list[Any]:
             for rate in arguments.rates:
                 lab.set_link(rate)
                 own: list[Any] = []
-                run_workers(lab, argv, arguments.timeout, progress, {"Row": Row.of}, own.append)
+                run_workers(lab, argv, progress, {"Row": Row.of}, own.append)
                 found += [replace(each, rate=rate) if isinstance(each, Row) else each for each in own]
     return found
 
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m perf.all_reduce", description="The compressed all-reduce against fp32, fp16 and bf16."
     )
-    add_ranks(parser, timeout=1800)
+    add_ranks(parser)
     parser.add_argument("--hosts", type=list_of(host_count), help="of the lab, such as 2,4,8")
     parser.add_argument("--each", type=whole_number, help="ranks a host of the lab; from 2 on also with two levels")
     parser.add_argument("--elements", type=list_of(whole_number), help="such as 2**20,25_000_000")

@@ -61,12 +61,6 @@ class Times:
     def percent(self) -> float:
         return 100 * self.bytes / sum(each**4 for each in (self.bytes, self.issue, self.waiting)) ** 0.25
 
-    @property
-    def limit(self) -> str:
-        """The longest of the three."""
-        named = {"bytes": self.bytes, "issue": self.issue, "waiting": self.waiting}
-        return max(named, key=lambda name: named[name])
-
 
 def predicted(rows: Sequence[Row], device: Device) -> Times:
     """The times of a pass: `rows` are its kernels, one after the other."""

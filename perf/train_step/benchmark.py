@@ -103,7 +103,7 @@ def on_lab(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress, p
     """`publish` gets what the ranks find on these links, as it comes. others: what is not as in the arguments."""
     argv = [*WORKER, *worker(arguments, **others)]
     kinds = {"Row": lambda fields: replace(Row.of(fields), rate=lab.link), "Run": Run.of}
-    run_workers(lab, argv, arguments.timeout, progress, kinds, publish)
+    run_workers(lab, argv, progress, kinds, publish)
 
 
 def report(record: StepRecord) -> None:
@@ -183,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m perf.train_step", description="The parts of a training step, compressed and not."
     )
-    add_ranks(parser, timeout=3600)
+    add_ranks(parser)
     parser.add_argument("--hosts", type=host_count, help="of the lab (default: 4)")
     parser.add_argument("--share", type=_share, help="also where fp16's all-reduce takes this share; 0: no (0.925)")
     parser.add_argument("--variants", type=list_of(variant), default=STANDARD["variants"], help=", ".join(VARIANTS))

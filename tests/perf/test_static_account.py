@@ -9,11 +9,9 @@ import pytest
 from onebit.kernels.tuning import tuner
 from perf.kernels import machine_code, prediction, static_account
 from perf.kernels.machine_code import BARRIER, CACHE, MEMORY, Instruction, cycles, instructions, whole_block_path
-from perf.kernels.prediction import DEVICES
 from perf.kernels.static_account import Row, accesses, occupancy, worse
 
 ROOT = Path(__file__).parents[2]
-H100 = DEVICES[0]
 ROW = Row(
     "scan", "scan_kernel", "fp32", 8, 29, 0, 32, {"16": 2, "4": 3}, {"16": 1, "8": 1, "4": 1}, 30.0, 5, 3, 2000, 1.0
 )  # fmt: skip
