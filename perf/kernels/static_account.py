@@ -121,22 +121,6 @@ def compare(rows: Sequence[Row], record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def table(rows: Sequence[Row]) -> str:
-    figures = f"{'instr/elem':>10} {'barriers':>8} {'in a row':>8} {'cycles':>6} {'occupancy':>9}"
-    head = f"{'kernel':<24} {'pass':<16} {'warps':>5} {'regs':>5} {'spilled':>7} {'shared':>6}"
-    lines = [f"{head} {'loads':>12} {'stores':>12} {figures}"]
-    for i, r in enumerate(rows):
-        if i == 0 or rows[i - 1].variant != r.variant:
-            lines.append(f"{r.variant}:")
-        loads, stores = (f"{sum(x.values())} ({x.get(str(WIDE), 0)} x {WIDE}B)" for x in (r.loads, r.stores))
-        lines.append(
-            f"{r.kernel:<24} {r.name:<16} {r.warps:>5} {r.registers:>5} {r.spilled:>7} {r.shared:>6} {loads:>12} "
-            f"{stores:>12} {r.instructions_per_element:>10.1f} {r.barriers:>8} {r.loads_in_a_row:>8} "
-            f"{r.cycles:>6} {r.occupancy:>9.0%}"
-        )
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1: with --check, a kernel is worse than the record. 2: no record can be read or written."""
     arguments = _parser().parse_args(argv)
@@ -148,7 +132,6 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress()
     rows = account(progress)
     progress.clear()
-    print(f"Triton {triton_version()}, {TARGET}\n\n{table(rows)}\n")
     if arguments.check:
         lines = compare(rows, read_record(path))
         print("\n".join(lines) if lines else f"No kernel is worse than {path}")
