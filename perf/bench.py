@@ -86,7 +86,12 @@ def table(targets: Sequence[tuple[str, Target]], missing: dict[str, str]) -> str
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1: a section failed."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m perf.bench", description="Every benchmark, and the targets.")
+    names = [section.name for section in SECTIONS]
+    only = list_of(one_of("section", names))
+    parser.add_argument("--only", type=only, default=names, help=f"of {','.join(names)} (default: all)")
+    add_out(parser, "the records and plots")
+    arguments = parser.parse_args(argv)
     out: Path = arguments.out.resolve()
     make_folder(out)
     sections = [section for section in SECTIONS if section.name in arguments.only]
@@ -122,15 +127,6 @@ def save(path: Path, targets: Sequence[tuple[str, Target]], missing: dict[str, s
 
 def _written(out: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in out.glob("*.json")}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m perf.bench", description="Every benchmark, and the targets.")
-    names = [section.name for section in SECTIONS]
-    only = list_of(one_of("section", names))
-    parser.add_argument("--only", type=only, default=names, help=f"of {','.join(names)} (default: all)")
-    add_out(parser, "the records and plots")
-    return parser
 
 
 if __name__ == "__main__":

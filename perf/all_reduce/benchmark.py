@@ -92,19 +92,6 @@ def _chunks(text: str) -> int | str:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.worker:
-        return argparse.Namespace(**{**arguments.worker, "worker": True})
-    refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates"), in_group=("backend",))
-    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto", "each": 1})
-    if arguments.direct and arguments.each > 1:
-        parser.error("--direct: only with one rank a host")
-    set_defaults(arguments, {name: standard(arguments)[name] for name in ("hosts", "rates", "elements")})
-    return arguments
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m perf.all_reduce", description="The compressed all-reduce against fp32, fp16 and bf16."
     )
@@ -117,4 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--in-a-row", type=whole_number, default=1, help="calls that are timed as one (default: 1)")
     parser.add_argument("--direct", action="store_true", help='also with reply="direct", with one rank a host')
     add_out(parser, "the record and the plot")
-    return parser
+    arguments = parser.parse_args(argv)
+    if arguments.worker:
+        return argparse.Namespace(**{**arguments.worker, "worker": True})
+    refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates"), in_group=("backend",))
+    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto", "each": 1})
+    if arguments.direct and arguments.each > 1:
+        parser.error("--direct: only with one rank a host")
+    set_defaults(arguments, {name: standard(arguments)[name] for name in ("hosts", "rates", "elements")})
+    return arguments

@@ -105,7 +105,13 @@ def record_name(setting: Setting) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 2: this can't be measured here."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(prog="python -m perf.kernels", description="Every pass against a plain copy.")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
+    parser.add_argument("--elements", type=whole_number, help="2**24 on a CPU, 2**28 on a GPU")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
+    parser.add_argument("--repeats", type=whole_number, default=20, help="runs in a median (default: %(default)s)")
+    add_out(parser, "the record")
+    arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     return exit_status("perf.kernels", lambda: run(arguments))
 
@@ -120,7 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
     progress.clear()
     print(table(copy, rows))
     reached = targets(rows)
-    record: dict[str, Any] = _about(setting, arguments)
+    about = {"elements": elements, "dtype": arguments.dtype, "ranks": RANKS, "repeats": setting.repeats}
+    record: dict[str, Any] = {"device": device_name(device), **machine(), "threads": 1, **about, **provenance()}
     record |= {"copy_gb_per_s": copy, "passes": [asdict(r) for r in rows]}
     if device.type == "cuda" and elements >= _standard_elements(device):
         record["bert_large_step"] = local_step.measure(device, setting.repeats)
@@ -133,19 +140,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _about(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "device": device_name(setting.device),
-        **machine(),
-        "threads": 1,
-        "elements": setting.elements,
-        "dtype": arguments.dtype,
-        "ranks": RANKS,
-        "repeats": setting.repeats,
-        **provenance(),
-    }
-
-
 def _copy_rate(setting: Setting) -> float:
     """GB/s, read plus written."""
     source = torch.randn(setting.elements, device=setting.device)
@@ -156,13 +150,3 @@ def _copy_rate(setting: Setting) -> float:
 
 def _standard_elements(device: torch.device) -> int:
     return 2**28 if device.type == "cuda" else 2**24
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m perf.kernels", description="Every pass against a plain copy.")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
-    parser.add_argument("--elements", type=whole_number, help="2**24 on a CPU, 2**28 on a GPU")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
-    parser.add_argument("--repeats", type=whole_number, default=20, help="runs in a median (default: %(default)s)")
-    add_out(parser, "the record")
-    return parser

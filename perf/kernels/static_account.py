@@ -123,7 +123,13 @@ def compare(rows: Sequence[Row], record: dict[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1: with --check, a kernel is worse than the record. 2: no record can be read or written."""
-    arguments = _parser().parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.kernels.static_account",
+        description=f"Registers, accesses and instructions of the kernels on {TARGET}.",
+    )
+    parser.add_argument("--check", action="store_true", help="compare with the record, and write nothing")
+    add_out(parser, "the record")
+    arguments = parser.parse_args(argv)
     return exit_status("perf.kernels.static_account", lambda: run(arguments))
 
 
@@ -155,16 +161,6 @@ def _row(name: str, variant: str, launch: Launch) -> Row:
         machine_code.cycles(path),
         occupancy(made.registers, warps, compiled.shared),
     )  # fmt: skip
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.kernels.static_account",
-        description=f"Registers, accesses and instructions of the kernels on {TARGET}.",
-    )
-    parser.add_argument("--check", action="store_true", help="compare with the record, and write nothing")
-    add_out(parser, "the record")
-    return parser
 
 
 if __name__ == "__main__":

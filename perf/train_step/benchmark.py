@@ -165,20 +165,6 @@ def _share(text: str) -> float:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.worker:
-        return argparse.Namespace(**{**arguments.worker, "worker": True})
-    refuse_idle(parser, arguments, in_lab=("hosts", "rates", "share"), in_group=("backend",))
-    if not 0 <= arguments.clip < math.inf:
-        parser.error(f"--clip {arguments.clip:g}: it is a norm, more than 0, or 0 for no clipping")
-    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto"})
-    set_defaults(arguments, {name: STANDARD[name] for name in ("hosts", "rates", "share")})
-    arguments.freeze = arguments.freeze or max(2, arguments.steps // 4)
-    return arguments
-
-
-def _parser() -> argparse.ArgumentParser:
     number, variant = whole_number, one_of("variant", list(VARIANTS))
     parser = argparse.ArgumentParser(
         prog="python -m perf.train_step", description="The parts of a training step, compressed and not."
@@ -199,4 +185,13 @@ def _parser() -> argparse.ArgumentParser:
     add_out(parser, "the record and the plots")
     parser.add_argument("--name", help="of the record, after the machine's (default: made of the options that differ)")
     parser.set_defaults(runs=[])  # variants and seeds, to train
-    return parser
+    arguments = parser.parse_args(argv)
+    if arguments.worker:
+        return argparse.Namespace(**{**arguments.worker, "worker": True})
+    refuse_idle(parser, arguments, in_lab=("hosts", "rates", "share"), in_group=("backend",))
+    if not 0 <= arguments.clip < math.inf:
+        parser.error(f"--clip {arguments.clip:g}: it is a norm, more than 0, or 0 for no clipping")
+    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto"})
+    set_defaults(arguments, {name: STANDARD[name] for name in ("hosts", "rates", "share")})
+    arguments.freeze = arguments.freeze or max(2, arguments.steps // 4)
+    return arguments

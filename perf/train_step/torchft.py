@@ -12,7 +12,6 @@ import importlib.util
 import os
 import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -79,9 +78,6 @@ class TorchftDiLoCo(LocalSGD):
         self.taken += 1
         self.synchronized = self.taken % self.every == 0
         return loss
-
-    def at_last_sync(self) -> AbstractContextManager[None]:
-        raise NotImplementedError("torchft has no such view of the model")
 
     def synchronize(self) -> None:
         if not self.synchronized:
