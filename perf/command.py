@@ -23,10 +23,10 @@ class WrongResult(Exception):
     """What is measured does not compute what it is to compute: it gets no figure."""
 
 
-def exit_status(command: str, run: Callable[[], int], lost: str = "no figures") -> int:
-    """The exit status of `run`, or that of its error, which goes to standard error."""
+def exit_status(command: str, run: Callable[[], int | None], lost: str = "no figures") -> int:
+    """The exit status of `run`, 0 where it says none, or that of its error, which goes to standard error."""
     try:
-        return run()
+        return run() or 0
     except WrongResult as error:
         text, status = f"{lost}, since a result is wrong: {error}", FAILED
     except (RankFailed, CollectiveError, TimeoutError) as error:

@@ -165,7 +165,7 @@ def medians(elements: int, two: Any, rounds: int, source: torch.Generator) -> di
     return {case: statistics.median(each) for case, each in seconds.items()}
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     if os.environ.get("WORLD_SIZE") != "3":
         raise CommandError("start three ranks: torchrun --nproc-per-node 3 -m perf.elastic")
     torch.set_num_threads(1)
@@ -189,7 +189,6 @@ def run(arguments: argparse.Namespace) -> int:
             plain, elastic, watched = (seconds[case] for case in ((False, False), (True, False), (True, True)))
             times = f"{elastic / plain:.2f} times one without, with a Heartbeat {watched / plain:.2f} times"
             print(f"a step of 2 ranks with elastic=True: {elastic * 1e3:.1f} ms, {times}")
-        return 0
     finally:
         dist.destroy_process_group()
 

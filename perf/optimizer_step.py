@@ -116,7 +116,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     make_folder(arguments.out)
     device, progress, rows = pick_device(arguments.device), Progress(), []
     for model in SHOWN[device.type]:
@@ -128,7 +128,6 @@ def run(arguments: argparse.Namespace) -> int:
     about = {"device": where, **machine(), "rounds": arguments.rounds, **provenance()}
     write_record(path, {**about, "rows": [asdict(row) for row in rows], "targets": as_json(reached)})
     print(f"\n{path}")
-    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

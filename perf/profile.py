@@ -104,7 +104,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     make_folder(arguments.out)
     device, progress = pick_device(arguments.device), Progress()
     shape = Shape(arguments.width, arguments.layers, arguments.batch)
@@ -114,7 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
     about = {"device": device_name(device), "width": shape.width, "layers": shape.layers, **provenance()}
     write_record(base.with_suffix(".json"), {**about, "rows": [asdict(row) for row in rows]})
     print(f"{device_name(device)}, {shape.layers} layers of width {shape.width}\n\n{table(rows)}\n\n{base}.json")
-    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

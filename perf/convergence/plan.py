@@ -261,7 +261,8 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
         case "main":
             found = [(v, "") for v in VARIANTS if v not in BETA1 or task.betas != Task.betas]
         case "reply":
-            found = [(v, label) for v in reply_variants(task.families) for label in labels]
+            of = [(f, *(name.format(family=f) for name in REPLIES.values())) for f in task.families]
+            found = [(v, label) for own in of for v in own for label in labels]
         case "ranks":  # the baseline does not depend on their number
             found = [*((v, labels[0]) for v in task.families)]
             found += [(v, label) for label in labels for v in DEFAULTS[2 if label == "2" else MORE]]
@@ -273,8 +274,3 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
         case _:
             found = [(v, label) for v in SWEPT for label in labels]
     return [(v, label) for v, label in found if family_of(v) in task.families]
-
-
-def reply_variants(families: Sequence[str]) -> list[str]:
-    """Baselines, and their 1-bit optimizers with every reply."""
-    return [v for f in families for v in (f, *(name.format(family=f) for name in REPLIES.values()))]

@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status("perf.kernels", lambda: run(arguments))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     device, progress = pick_device(arguments.device), Progress()
     elements = arguments.elements or _standard_elements(device)
     setting = Setting(device, elements, DTYPES[arguments.dtype], arguments.repeats)
@@ -137,7 +137,6 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.out / f"{record_name(setting)}.json"
     write_record(path, {**record, "targets": as_json(reached)})
     print(f"\n{path}")
-    return 0
 
 
 def _copy_rate(setting: Setting) -> float:

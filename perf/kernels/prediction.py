@@ -99,11 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status("perf.kernels.prediction", lambda: run(arguments.out))
 
 
-def run(folder: Path) -> int:
+def run(folder: Path) -> None:
     record = read_record(folder / f"static-{TARGET}.json")
     print(f"Predicted, not measured: percent of a copy, from Triton {record['versions']['triton']}'s machine code\n")
     print(table(record))
-    return 0
 
 
 if __name__ == "__main__":

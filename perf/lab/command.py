@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
-import sys
 from collections.abc import Sequence
 
-from perf.lab.namespaces import LabUnavailable
+from perf.command import exit_status
 from perf.lab.network import NetworkLab
-from perf.lab.processes import RankFailed
 from perf.lab.rates import UNSHAPED
 
 
-def _run_command(options: argparse.Namespace, command: list[str]) -> None:
+def run(options: argparse.Namespace, command: list[str]) -> None:
     several = f" of {options.each} ranks" if options.each > 1 else ""
     with NetworkLab(options.hosts, options.rate, options.each) as lab:
         print(f"{options.hosts} hosts{several}, links of {lab.link}; starting ...", flush=True)
@@ -33,7 +30,7 @@ def _run_command(options: argparse.Namespace, command: list[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit status is 1 when a rank failed or this machine cannot hold a lab."""
+    """Exit status 1: a rank failed. 2: this machine cannot hold a lab."""
     parser = argparse.ArgumentParser("python -m perf.lab", description="Run a script on a network lab.")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--each", type=int, default=1, help="ranks a host (default: 1)")
@@ -45,11 +42,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         parser.error("give a command for the hosts: -- script.py args")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        _run_command(options, command)
-    except (LabUnavailable, RankFailed, TimeoutError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+    return exit_status("perf.lab", lambda: run(options, command), lost="it has ended")

@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status("perf.methods", lambda: run(arguments), lost="no more figures")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     make_folder(arguments.out)
     if not arguments.report:
         progress = Progress()
@@ -96,7 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
                     comparison.train(lab)
         progress.clear()
     print(write_report(arguments.out, PAGE if arguments.out == OUT else arguments.out / PAGE.name))
-    return 0
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

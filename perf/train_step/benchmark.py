@@ -137,21 +137,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.train:
         record.runs = with_settings(arguments, record.runs)
         arguments.runs = missing(arguments, record.runs)
-    status = exit_status("perf.train_step", lambda: _measure(arguments, record, progress), lost="no more figures")
+
+    def measure() -> None:
+        if arguments.lab:
+            run_lab(arguments, record, progress)
+        else:
+            run_rank(arguments, progress.show, record.add)
+
+    status = exit_status("perf.train_step", measure, lost="no more figures")
     progress.clear()
     found = record.rows or record.runs
     there = record.changed or (arguments.lab and found)  # of a group rank 0 alone has the results
     if there and status != CANNOT_MEASURE:
         report(record)
     return status
-
-
-def _measure(arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> int:
-    if arguments.lab:
-        run_lab(arguments, record, progress)
-    else:
-        run_rank(arguments, progress.show, record.add)
-    return 0
 
 
 def _share(text: str) -> float:
