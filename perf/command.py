@@ -65,13 +65,6 @@ def one_of(what: str, known: Sequence[str]) -> Callable[[str], str]:
     return name
 
 
-def host_count(text: str) -> int:
-    hosts = int(text) if text.strip().isdecimal() else 0
-    if not 2 <= hosts <= 64:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts: give 2 to 64")
-    return hosts
-
-
 def link(text: str) -> str:
     try:
         return parse_link(text)

@@ -34,7 +34,6 @@ from perf.command import (
     add_out,
     add_ranks,
     exit_status,
-    host_count,
     list_of,
     make_folder,
     refuse_idle,
@@ -96,7 +95,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m perf.all_reduce", description="The compressed all-reduce against fp32, fp16 and bf16."
     )
     add_ranks(parser)
-    parser.add_argument("--hosts", type=list_of(host_count), help="of the lab, such as 2,4,8")
+    parser.add_argument("--hosts", type=list_of(whole_number), help="of the lab, such as 2,4,8")
     parser.add_argument("--each", type=whole_number, help="ranks a host of the lab; from 2 on also with two levels")
     parser.add_argument("--elements", type=list_of(whole_number), help="such as 2**20,25_000_000")
     parser.add_argument("--chunks", type=_chunks, default=STANDARD["chunks"], help="pipeline stages (default: auto)")

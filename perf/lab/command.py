@@ -1,6 +1,6 @@
 """Run a script on the hosts of a network lab.
 
-python -m perf.lab --hosts 4 [--each 2] --rate 1gbit|100mbit+50ms -- script.py args
+python -m perf.lab --hosts 4 --rate 1gbit|100mbit+50ms -- script.py args
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from perf.lab.rates import UNSHAPED
 
 
 def run(options: argparse.Namespace, command: list[str]) -> None:
-    several = f" of {options.each} ranks" if options.each > 1 else ""
-    with NetworkLab(options.hosts, options.rate, options.each) as lab:
-        print(f"{options.hosts} hosts{several}, links of {lab.link}; starting ...", flush=True)
+    with NetworkLab(options.hosts, options.rate) as lab:
+        print(f"{options.hosts} hosts, links of {lab.link}; starting ...", flush=True)
         try:
             lab.run(
                 command,
@@ -33,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 1: a rank failed. 2: this machine cannot hold a lab."""
     parser = argparse.ArgumentParser("python -m perf.lab", description="Run a script on a network lab.")
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--each", type=int, default=1, help="ranks a host (default: 1)")
     parser.add_argument("--rate", default=UNSHAPED, help='of each link, both ways: "1gbit", "100mbit+50ms" (any)')
     parser.add_argument("--timeout", type=float, default=600, help="seconds the run may take (default: 600)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script.py args, or -- -m module args")

@@ -40,7 +40,6 @@ from perf.command import (
     add_out,
     add_ranks,
     exit_status,
-    host_count,
     list_of,
     make_folder,
     one_of,
@@ -169,7 +168,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m perf.train_step", description="The parts of a training step, compressed and not."
     )
     add_ranks(parser)
-    parser.add_argument("--hosts", type=host_count, help="of the lab (default: 4)")
+    parser.add_argument("--hosts", type=number, help="of the lab (default: 4)")
     parser.add_argument("--share", type=_share, help="also where fp16's all-reduce takes this share; 0: no (0.925)")
     parser.add_argument("--variants", type=list_of(variant), default=STANDARD["variants"], help=", ".join(VARIANTS))
     for name, what in (("width", "of the model"), ("layers", "of the model"), ("batch", "windows a rank")):
