@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onebit.cli.arguments import CommandError, whole_number
+from onebit.cli.arguments import CommandError
 from onebit.collectives import CollectiveError
 from perf.lab.namespaces import LabUnavailable
 from perf.lab.processes import RankFailed
@@ -23,10 +23,10 @@ class WrongResult(Exception):
     """What is measured does not compute what it is to compute: it gets no figure."""
 
 
-def exit_status(command: str, run: Callable[[], int], lost: str = "no figures") -> int:
-    """The exit status of `run`, or that of its error, which goes to standard error."""
+def exit_status(command: str, run: Callable[[], int | None], lost: str = "no figures") -> int:
+    """The exit status of `run`, 0 where it says none, or that of its error, which goes to standard error."""
     try:
-        return run()
+        return run() or 0
     except WrongResult as error:
         text, status = f"{lost}, since a result is wrong: {error}", FAILED
     except (RankFailed, CollectiveError, TimeoutError) as error:
@@ -65,13 +65,6 @@ def one_of(what: str, known: Sequence[str]) -> Callable[[str], str]:
     return name
 
 
-def host_count(text: str) -> int:
-    hosts = int(text) if text.strip().isdecimal() else 0
-    if not 2 <= hosts <= 64:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts: give 2 to 64")
-    return hosts
-
-
 def link(text: str) -> str:
     try:
         return parse_link(text)
@@ -79,7 +72,7 @@ def link(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_ranks(parser: argparse.ArgumentParser, timeout: int) -> None:
+def add_ranks(parser: argparse.ArgumentParser) -> None:
     """Options of what is measured on ranks: in the lab, or on a group that is there."""
     parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
     parser.add_argument("--rates", type=list_of(link), help="of the lab's links: 100mbit,1gbit,100mbit+50ms,unshaped")
@@ -87,7 +80,6 @@ def add_ranks(parser: argparse.ArgumentParser, timeout: int) -> None:
         "--device", help="auto, cpu or cuda, which all hosts of the lab share (default: auto; lab: cpu)"
     )
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
-    parser.add_argument("--timeout", type=whole_number, default=timeout, help="seconds for one network of the lab")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)  # a rank of --lab, with these arguments
 
 

@@ -67,10 +67,12 @@ class Training:
     source: torch.Generator
     backward: float
 
-    def step(self) -> float:
-        """Its seconds."""
+    def step(self, ranks: Any = None) -> float:
+        """Its seconds. ranks: a group that begins it at one time."""
         for p in self.params:
             p.grad = torch.randn(p.shape, generator=self.source)
+        if ranks is not None:
+            dist.barrier(ranks)
         start = time.perf_counter()
         time.sleep(self.backward)
         self.optimizer.step()
@@ -140,32 +142,23 @@ def trained_while_one_follows(training: Training, two: Any) -> tuple[Giver | Non
 def medians(elements: int, two: Any, rounds: int, source: torch.Generator) -> dict[tuple[bool, bool], float]:
     """Seconds of a step, by whether elastic=True, and whether a `Heartbeat` is at work. All three ranks call it, two of
     them take steps."""
-    taking = dist.get_rank() < 2
-    runs = {elastic: built(elements, two, elastic=elastic, reply=1) for elastic in (True, False)} if taking else {}
-    seconds = defaultdict[tuple[bool, bool], list[float]](list)
-
-    def take(optimizer: OneBitOptimizer, params: Sequence[Tensor]) -> float:
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=source)
-        dist.barrier(two)
-        start = time.perf_counter()
-        optimizer.step()
-        return time.perf_counter() - start
-
-    for optimizer, params in runs.values():
+    runs, seconds = {}, defaultdict[tuple[bool, bool], list[float]](list)
+    for elastic in (True, False) if dist.get_rank() < 2 else ():
+        runs[elastic] = Training(*built(elements, two, elastic=elastic, reply=1), source, backward=0.0)
+    for run in runs.values():
         for _ in range(FREEZE + 3):
-            take(optimizer, params)
+            run.step(two)
     for beating in (False, True, False, True):
         dist.barrier()
         with Heartbeat(silent_after=60) if beating else nullcontext():
             for _ in range(rounds):
                 for elastic, run in runs.items():
-                    seconds[elastic, beating].append(take(*run))
+                    seconds[elastic, beating].append(run.step(two))
             dist.barrier()
     return {case: statistics.median(each) for case, each in seconds.items()}
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     if os.environ.get("WORLD_SIZE") != "3":
         raise CommandError("start three ranks: torchrun --nproc-per-node 3 -m perf.elastic")
     torch.set_num_threads(1)
@@ -189,7 +182,6 @@ def run(arguments: argparse.Namespace) -> int:
             plain, elastic, watched = (seconds[case] for case in ((False, False), (True, False), (True, True)))
             times = f"{elastic / plain:.2f} times one without, with a Heartbeat {watched / plain:.2f} times"
             print(f"a step of 2 ranks with elastic=True: {elastic * 1e3:.1f} ms, {times}")
-        return 0
     finally:
         dist.destroy_process_group()
 

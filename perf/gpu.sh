@@ -8,8 +8,7 @@
 #                join, the examples
 #     step       a training step of two ranks over NCCL: on links of 1 and 10 Gbit/s, where root, ip and tc are there; else
 #                on loopback, which tells if it is right, and is no figure for a network
-#     profile    one device's step beside AdamW(fused): time, memory at each stage, traces
-#     summary    what was reached of what was to be reached
+#     profile    one device's step beside AdamW(fused): time, memory at each stage
 #
 #     bash perf/gpu.sh [--rehearse] [--out DIR] STAGE... | all
 #
@@ -23,9 +22,9 @@ while [ $# -gt 0 ]; do
     case $1 in
         --rehearse) rehearse=1 device=cpu ;;
         --out) out=${2:?--out needs a folder}; shift ;;
-        all) stages+=(check sanitizer kernels ranks step profile summary) ;;
-        check | sanitizer | kernels | ranks | step | profile | summary) stages+=("$1") ;;
-        *) echo "error: no stage is called '$1': check, sanitizer, kernels, ranks, step, profile, summary or all" >&2; exit 2 ;;
+        all) stages+=(check sanitizer kernels ranks step profile) ;;
+        check | sanitizer | kernels | ranks | step | profile) stages+=("$1") ;;
+        *) echo "error: no stage is called '$1': check, sanitizer, kernels, ranks, step, profile or all" >&2; exit 2 ;;
     esac
     shift
 done
@@ -103,7 +102,6 @@ profile() {
     [ "$rehearse" ] && size=(--width 32 --layers 1 --batch 1 --repeats 1)
     run profile "$python" -m perf.profile --device "$device" --out "$out" "${size[@]}"
 }
-summary() { run summary "$python" -m perf.summary "$out"; }
 
 : >"$out/gpu-stages.txt"
 for stage in "${stages[@]}"; do "$stage"; done

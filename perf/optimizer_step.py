@@ -63,7 +63,7 @@ def steps(numels: Sequence[int], device: torch.device) -> dict[str, Callable[[],
     """Every step that is timed, by name, each on parameters of its own."""
 
     def params() -> list[Tensor]:
-        return _parameters(numels, device)
+        return parameters(numels, device)
 
     found: dict[str, Callable[[], object]] = {
         FUSED: torch.optim.AdamW(params(), fused=True).step,
@@ -72,7 +72,8 @@ def steps(numels: Sequence[int], device: torch.device) -> dict[str, Callable[[],
     for name, optimizer in {"1-bit Adam": OneBitAdam, "1-bit LAMB": OneBitLamb}.items():
         found[f"{name}, {STAGE_1}"] = optimizer(params(), freeze_step=10**6).step
         found[f"{name}, {STAGE_2}"] = _in_stage_2(optimizer(params(), freeze_step=1)).step
-        found[f"{name}, {LOCAL}"] = _local_work(numels, device, lamb=optimizer is OneBitLamb)
+        updates = ("lamb_statistics", "lamb_update") if optimizer is OneBitLamb else ("adam_update",)
+        found[f"{name}, {LOCAL}"] = local_work(numels, device, ("scan", "compress", "average", *updates))
     return found
 
 
@@ -115,7 +116,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     make_folder(arguments.out)
     device, progress, rows = pick_device(arguments.device), Progress(), []
     for model in SHOWN[device.type]:
@@ -127,7 +128,6 @@ def run(arguments: argparse.Namespace) -> int:
     about = {"device": where, **machine(), "rounds": arguments.rounds, **provenance()}
     write_record(path, {**about, "rows": [asdict(row) for row in rows], "targets": as_json(reached)})
     print(f"\n{path}")
-    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status("perf.optimizer_step", lambda: run(arguments))
 
 
-def _parameters(numels: Sequence[int], device: torch.device) -> list[Tensor]:
+def parameters(numels: Sequence[int], device: torch.device) -> list[Tensor]:
     source = torch.Generator(device).manual_seed(0)
     params = [torch.randn(n, generator=source, device=device, requires_grad=True) for n in numels]
     for p in params:
@@ -157,9 +157,9 @@ def _in_stage_2(optimizer: OneBitOptimizer) -> OneBitOptimizer:
     return optimizer
 
 
-def _local_work(numels: Sequence[int], device: torch.device, *, lamb: bool) -> Callable[[], None]:
+def local_work(numels: Sequence[int], device: torch.device, names: Sequence[str]) -> Callable[[], None]:
+    """These passes, as one of several ranks runs them."""
     passes = Workload(numels, device, ranks=RANKS).passes(backend(device))
-    names = ["scan", "compress", "average", *(["lamb_statistics", "lamb_update"] if lamb else ["adam_update"])]
 
     def step() -> None:
         for name in names:

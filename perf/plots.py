@@ -12,7 +12,7 @@ from onebit.report.plots import available, pyplot
 
 GREY, BLUE, ORANGE, GREEN, RED = "#7f7f7f", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728"
 PURPLE, CYAN, BROWN, PINK, OLIVE, TEAL = "#9467bd", "#17becf", "#8c564b", "#e377c2", "#bcbd22", "#00665e"
-COLORS = {"fp32": GREY, "fp16": ORANGE, "bf16": PURPLE, "1 bit": BLUE, "1 bit, two levels": RED}
+COLORS = {"fp32": GREY, "fp16": ORANGE, "bf16": PURPLE, "1 bit": BLUE}
 COLORS |= {"PowerSGD": GREEN, "1-bit Adam": BLUE, "1-bit LAMB": CYAN, "0/1 Adam": RED}
 COLORS |= {"DiLoCo-like": ORANGE, "DiLoCo": ORANGE}
 PARTS = {"forward": "#aec7e8", "backward": BLUE, "step": GREEN, "all-reduce": RED}
@@ -29,10 +29,10 @@ def draw_if_possible(draw: Callable[[], Sequence[Path]]) -> None:
         print(MISSING)
 
 
-def save(path: Path, panels: Sequence[Draw], title: str = "", size: tuple[float, float] = (5.5, 4.2)) -> Path:
-    """Draw one panel after the other, left to right; `size` is that of a panel, in inches."""
-    width, height = size[0] * len(panels), size[1]
-    figure, axes = pyplot().subplots(1, len(panels), figsize=(width, height), layout="constrained", squeeze=False)
+def save(path: Path, panels: Sequence[Draw], title: str = "") -> Path:
+    """Draw one panel after the other, left to right."""
+    width = 5.5 * len(panels)
+    figure, axes = pyplot().subplots(1, len(panels), figsize=(width, 4.2), layout="constrained", squeeze=False)
     for draw, on in zip(panels, axes[0], strict=True):
         draw(on)
     if title:

@@ -1,10 +1,9 @@
-"""A language model's step on one device, AdamW(fused) beside onebit's: seconds, memory at each point, traces.
+"""A language model's step on one device, AdamW(fused) beside onebit's: seconds, and memory at each point.
 
     python -m perf.profile [--device cuda] [--width 1024] [--layers 8] [--repeats 20] [--out perf/results]
 
-No group: nothing is sent. A trace a row, for chrome://tracing or Perfetto, shows the order of kernels; where the device
-waits for the host there is a gap. Memory is what torch's allocator had at most in one step, from stage 1 over the
-freeze to compressed steps.
+No group: nothing is sent. Memory is what torch's allocator had at most in one step, from stage 1 over the freeze to
+compressed steps.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from onebit.cli.arguments import pick_device, whole_number
@@ -81,14 +78,8 @@ class Run:
         self.step()
         return int(torch.cuda.max_memory_allocated(self.device))
 
-    def trace(self, path: Path) -> None:
-        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
-        with profile(activities=kinds) as recorded:
-            self.step()
-        recorded.export_chrome_trace(str(path))
 
-
-def measure(name: str, shape: Shape, device: torch.device, repeats: int, trace: Path, progress: Progress) -> Row:
+def measure(name: str, shape: Shape, device: torch.device, repeats: int, progress: Progress) -> Row:
     run, most = Run(name, shape, device), {}
     progress.show(f"{name}: stage 1")
     for _ in range(FREEZE):
@@ -101,7 +92,6 @@ def measure(name: str, shape: Shape, device: torch.device, repeats: int, trace: 
     for step in range(repeats):
         progress.tick(f"{name}: {step} of {repeats} steps timed")
         timed.append(run.step())
-    run.trace(trace)
     whole, update = (statistics.median(each) for each in zip(*timed, strict=True))
     return Row(name, whole, update, most)
 
@@ -114,19 +104,16 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     make_folder(arguments.out)
     device, progress = pick_device(arguments.device), Progress()
     shape = Shape(arguments.width, arguments.layers, arguments.batch)
     base = arguments.out / slug("profile", device_name(device))
-    rows = []
-    for name in OPTIMIZERS:
-        rows.append(measure(name, shape, device, arguments.repeats, Path(f"{base}-{slug(name)}.trace.json"), progress))
+    rows = [measure(name, shape, device, arguments.repeats, progress) for name in OPTIMIZERS]
     progress.clear()
     about = {"device": device_name(device), "width": shape.width, "layers": shape.layers, **provenance()}
     write_record(base.with_suffix(".json"), {**about, "rows": [asdict(row) for row in rows]})
     print(f"{device_name(device)}, {shape.layers} layers of width {shape.width}\n\n{table(rows)}\n\n{base}.json")
-    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=whole_number, default=8, help="of the model (default: 8)")
     parser.add_argument("--batch", type=whole_number, default=8, help="windows (default: 8)")
     parser.add_argument("--repeats", type=whole_number, default=20, help="steps in a median (default: 20)")
-    add_out(parser, "the record and the traces")
+    add_out(parser, "the record")
     arguments = parser.parse_args(argv)
     return exit_status("perf.profile", lambda: run(arguments))
 

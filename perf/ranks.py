@@ -23,6 +23,7 @@ from onebit.kernels.tuning.machine import device_name
 from perf.command import WrongResult
 
 Show = Callable[[str], None]  # a line of progress
+LONGEST = 3600  # seconds for one network of the lab, or for a collective
 ONE_CLOCK = "ONEBIT_PERF_ONE_CLOCK"  # set in the environment of ranks that are on one machine, with links of a delay
 
 
@@ -115,7 +116,7 @@ def process_group(arguments: argparse.Namespace, show: Show, each: int = 1) -> I
         torch.cuda.set_device(device)
     if own:
         backend = arguments.backend or ("nccl" if device.type == "cuda" else "gloo")
-        dist.init_process_group(backend, timeout=timedelta(seconds=arguments.timeout))
+        dist.init_process_group(backend, timeout=timedelta(seconds=LONGEST))
     try:
         ranks = Ranks(device, show, each, one_clock=ONE_CLOCK in os.environ)
         if ranks.size == 1:

@@ -34,7 +34,6 @@ from perf.command import (
     add_out,
     add_ranks,
     exit_status,
-    host_count,
     list_of,
     make_folder,
     refuse_idle,
@@ -58,7 +57,7 @@ def run_lab(arguments: argparse.Namespace, progress: Progress) -> list[Any]:
             for rate in arguments.rates:
                 lab.set_link(rate)
                 own: list[Any] = []
-                run_workers(lab, argv, arguments.timeout, progress, {"Row": Row.of}, own.append)
+                run_workers(lab, argv, progress, {"Row": Row.of}, own.append)
                 found += [replace(each, rate=rate) if isinstance(each, Row) else each for each in own]
     return found
 
@@ -92,7 +91,18 @@ def _chunks(text: str) -> int | str:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.all_reduce", description="The compressed all-reduce against fp32, fp16 and bf16."
+    )
+    add_ranks(parser)
+    parser.add_argument("--hosts", type=list_of(whole_number), help="of the lab, such as 2,4,8")
+    parser.add_argument("--each", type=whole_number, help="ranks a host of the lab; from 2 on also with two levels")
+    parser.add_argument("--elements", type=list_of(whole_number), help="such as 2**20,25_000_000")
+    parser.add_argument("--chunks", type=_chunks, default=STANDARD["chunks"], help="pipeline stages (default: auto)")
+    parser.add_argument("--repeats", type=whole_number, default=5, help="calls in a median (default: %(default)s)")
+    parser.add_argument("--in-a-row", type=whole_number, default=1, help="calls that are timed as one (default: 1)")
+    parser.add_argument("--direct", action="store_true", help='also with reply="direct", with one rank a host')
+    add_out(parser, "the record and the plot")
     arguments = parser.parse_args(argv)
     if arguments.worker:
         return argparse.Namespace(**{**arguments.worker, "worker": True})
@@ -102,19 +112,3 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--direct: only with one rank a host")
     set_defaults(arguments, {name: standard(arguments)[name] for name in ("hosts", "rates", "elements")})
     return arguments
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m perf.all_reduce", description="The compressed all-reduce against fp32, fp16 and bf16."
-    )
-    add_ranks(parser, timeout=1800)
-    parser.add_argument("--hosts", type=list_of(host_count), help="of the lab, such as 2,4,8")
-    parser.add_argument("--each", type=whole_number, help="ranks a host of the lab; from 2 on also with two levels")
-    parser.add_argument("--elements", type=list_of(whole_number), help="such as 2**20,25_000_000")
-    parser.add_argument("--chunks", type=_chunks, default=STANDARD["chunks"], help="pipeline stages (default: auto)")
-    parser.add_argument("--repeats", type=whole_number, default=5, help="calls in a median (default: %(default)s)")
-    parser.add_argument("--in-a-row", type=whole_number, default=1, help="calls that are timed as one (default: 1)")
-    parser.add_argument("--direct", action="store_true", help='also with reply="direct", with one rank a host')
-    add_out(parser, "the record and the plot")
-    return parser

@@ -1,4 +1,4 @@
-"""Plots of the all-reduce benchmark: time, speed-up and bytes, and one level beside two."""
+"""Plots of the all-reduce benchmark: time, speed-up and bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perf import plots
-from perf.all_reduce.measure import KINDS, ONE_BIT, TWO_LEVELS, Row, by_kind
-from perf.all_reduce.targets import LARGE, SPEED, SPEED_HOSTS, faster, least_fp32
+from perf.all_reduce.measure import KINDS, ONE_BIT, Row, by_kind
+from perf.all_reduce.targets import LARGE, SPEED, SPEED_HOSTS, faster
 from perf.lab.rates import rate_and_rtt, rate_bits
 
 Curves = dict[str, list[tuple[float, float]]]
-LEAST = "fp32, least"
-TITLES = {ONE_BIT: "1 bit, one level"}  # of kinds, where two levels stand beside them
 
 
 def plot(rows: Sequence[Row], title: str, path: Path) -> Path:
@@ -28,7 +26,10 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> Path:
     biggest = sizes[-1]
     sent = {kind: nbytes for kind in (*KINDS, ONE_BIT) if (nbytes := biggest[kind].bytes)}
     if ONE_BIT in sent:
-        panels.append(_bytes(f"Bytes on the wire, {biggest[ONE_BIT].elements:,} elements", sent, sent[ONE_BIT]))
+        megabytes = {kind: 1e-6 * nbytes for kind, nbytes in sent.items()}
+        notes = {kind: f"{mb:.3g} MB\n{mb / megabytes[ONE_BIT]:.1f} x" for kind, mb in megabytes.items()}
+        title_of_bytes = f"Bytes on the wire, {biggest[ONE_BIT].elements:,} elements"
+        panels.append(plots.bars(title_of_bytes, "MB a call", megabytes, notes))
     return plots.save(path, panels, title)
 
 
@@ -47,31 +48,3 @@ def _speed_ups(groups: Sequence[dict[str, Row]]) -> list[plots.Draw]:
     goals = [((rate_bits(rate) or 0) / 1e9, x) for rate, x in SPEED.items()] if largest == LARGE else []
     title, goal = f"Speed-up, {largest:,} elements", "target, fp32, 4 hosts"
     return [plots.lines(title, "link, Gbit/s", "times as fast as", speeds, logy=False, goals=goals, goal=goal)]
-
-
-def plot_levels(rows: Sequence[Row], title: str, path: Path) -> Path:
-    """Time against the links' rate, a panel a size; bytes over a host's link of the largest."""
-    last = by_kind(rows)[-1][TWO_LEVELS]
-    groups = [group for group in by_kind(rows) if group[TWO_LEVELS].hosts == last.hosts]
-    panels = []
-    for elements in sorted({group[TWO_LEVELS].elements for group in groups}):
-        times: Curves = {}
-        for row in (group[kind] for group in groups for kind in ("fp32", "fp16", ONE_BIT, TWO_LEVELS)):
-            if row.elements == elements and row.seconds and (bits := rate_bits(row.rate)):
-                times.setdefault(TITLES.get(row.kind, row.kind), []).append((bits / 1e9, 1e3 * row.seconds))
-        if times:
-            where = f"{last.hosts} hosts of {last.each} ranks, {elements:,} elements"
-            panels.append(plots.lines(where, "link, Gbit/s", "milliseconds", times))
-    biggest = max(reversed(groups), key=lambda group: group[TWO_LEVELS].elements)
-    own = biggest[TWO_LEVELS]
-    if own.bytes:
-        sent = {"fp32": biggest["fp32"].bytes, LEAST: least_fp32(own), TITLES[ONE_BIT]: biggest[ONE_BIT].bytes}
-        values = {name.replace(", ", ",\n"): x for name, x in {**sent, TWO_LEVELS: own.bytes}.items() if x}
-        panels.append(_bytes(f"Bytes over a host's link, {own.elements:,} elements, {own.rate}", values, own.bytes))
-    return plots.save(path, panels, title)
-
-
-def _bytes(title: str, sent: dict[str, float], own: float) -> plots.Draw:
-    megabytes = {name: 1e-6 * nbytes for name, nbytes in sent.items()}
-    notes = {name: f"{1e-6 * nbytes:.3g} MB\n{nbytes / own:.1f} x" for name, nbytes in sent.items()}
-    return plots.bars(title, "MB a call", megabytes, notes)

@@ -9,8 +9,8 @@ from typing import Any
 
 from onebit.kernels.tuning.machine import provenance
 from perf import plots
-from perf.all_reduce.measure import TWO_LEVELS, Row, by_kind
-from perf.all_reduce.plots import plot, plot_levels
+from perf.all_reduce.measure import Row, by_kind
+from perf.all_reduce.plots import plot
 from perf.all_reduce.targets import faster, round_trips, smaller, targets
 from perf.command import differing
 from perf.records import machine, slug, write_record
@@ -61,7 +61,7 @@ def record_name(arguments: argparse.Namespace, group: dict[str, Any]) -> str:
 
 
 def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any], load: float | None) -> None:
-    """The table, the targets, the record and the plot."""
+    """The table, the targets, the record and, of one rank a host, the plot."""
     about = {**group, "lab": arguments.lab, **machine(), "load_before": load, "repeats": arguments.repeats}
     about |= {"chunks": arguments.chunks, "in_a_row": arguments.in_a_row, **provenance()}
     where = f"{group['device']}, {about['cpu_count']} cores, {group['backend']}, threads a rank: {group['threads']}"
@@ -71,5 +71,5 @@ def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any]
     path = arguments.out / f"{record_name(arguments, group)}.json"
     write_record(path, {**about, "targets": as_json(reached), "rows": [asdict(row) for row in rows]})
     print(f"\n{path}")
-    draw = plot_levels if any(row.kind == TWO_LEVELS for row in rows) else plot
-    plots.draw_if_possible(lambda: [draw(rows, where, path.with_suffix(".png"))])
+    if arguments.each == 1:
+        plots.draw_if_possible(lambda: [plot(rows, where, path.with_suffix(".png"))])

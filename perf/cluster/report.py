@@ -67,7 +67,7 @@ def main() -> int:
     return exit_status("perf.cluster", write)
 
 
-def write() -> int:
+def write() -> None:
     found = by_source(RESULTS)
     PAGE.write_text(page(found), encoding="utf-8")
     for source, rows in found.items():
@@ -77,4 +77,3 @@ def write() -> int:
                 f"  {row.what}: predicted {row.predicted:,.2f}, measured {row.measured:,.2f}, {100 * row.error:+.0f} %"
             )
     print(PAGE)
-    return 0

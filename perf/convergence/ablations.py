@@ -66,19 +66,11 @@ class FrozenAdam(torch.optim.AdamW):
 
 
 class NaiveAdam(torch.optim.AdamW):
-    """AdamW; from step `warmup` + 1 on its gradients are averaged with 1 bit an element, with error feedback or not."""
+    """AdamW; from step `warmup` + 1 on its gradients are averaged with 1 bit an element, with error feedback."""
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        *,
-        warmup: int = 0,
-        feedback: bool = True,
-        process_group: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], *, warmup: int = 0, process_group: Any = None, **options: Any) -> None:
         super().__init__(params, **options)
-        self.warmup, self.feedback, self.steps_done = warmup, feedback, 0
+        self.warmup, self.steps_done = warmup, 0
         self._transport = transport_for(process_group)
         self._held = [p for group in self.param_groups for p in group["params"]]
         self.all_reduce = CompressedAllReduce(
@@ -96,14 +88,7 @@ class NaiveAdam(torch.optim.AdamW):
             average_(grads, self._transport)
         else:
             self.all_reduce(grads)
-            if not self.feedback:
-                self._forget()
         for p, g in zip(self._held, grads, strict=True):
             p.grad = g
         self.steps_done += 1
         super().step()
-
-    def _forget(self) -> None:
-        exchange = self.all_reduce.exchange
-        for residual in exchange.residuals.values():
-            residual.value.zero_()

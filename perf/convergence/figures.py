@@ -39,24 +39,20 @@ def draw(
     swept: Mapping[str, Mapping[str, Mapping[str, Records]]],
 ) -> list[Path]:
     families = [f for f in ("adam", "lamb") if any(family_of(v) == f for v in runs)]
-    panels = [curves(f"{VARIANTS[f]}: validation loss", {v: r for v, r in runs.items() if family_of(v) == f})
-              for f in families]  # fmt: skip
-    made = [out / f"{task}.png"]
-    plots.save(made[0], [*panels, differences(runs)], TASKS[task].title)
+    title = TASKS[task].title
+    of_runs = [
+        curves(f"{VARIANTS[f]}: validation loss", {v: r for v, r in runs.items() if family_of(v) == f})
+        for f in families
+    ]
+    found = {"": (title, [*of_runs, differences(runs)])}
     if REPLY in swept:
-        made.append(out / f"{task}-reply.png")
-        panels = [replies(family, swept[REPLY]) for family in families]
-        plots.save(made[-1], panels, f"{TASKS[task].title}: what comes back of messages")
+        found["-reply"] = f"{title}: what comes back of messages", [replies(f, swept[REPLY]) for f in families]
     if RANKS in swept:
-        made.append(out / f"{task}-ranks.png")
-        panels = [over_ranks(family, swept[RANKS]) for family in families]
-        plots.save(made[-1], panels, f"{TASKS[task].title}: final loss less the baseline's, over ranks")
-    if narrow := {name: at for name, at in swept.items() if name not in BROAD}:
-        made.append(out / f"{task}-sweeps.png")
-        plots.save(
-            made[-1], [sweep(SWEEPS[name], at) for name, at in narrow.items()], f"{TASKS[task].title}: final loss"
-        )
-    return made
+        panels = [over_ranks(f, swept[RANKS]) for f in families]
+        found["-ranks"] = f"{title}: final loss less the baseline's, over ranks", panels
+    if narrow := [sweep(SWEEPS[name], at) for name, at in swept.items() if name not in BROAD]:
+        found["-sweeps"] = f"{title}: final loss", narrow
+    return [plots.save(out / f"{task}{what}.png", panels, over) for what, (over, panels) in found.items()]
 
 
 def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:

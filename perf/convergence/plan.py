@@ -13,84 +13,66 @@ from perf.convergence.tasks import Images, LanguageModel, Task
 
 MAIN = "main"
 MANY = 8  # ranks: of these one seed, as they share two cores
-VARIANTS = {  # by how they are called in tables
-    "adam": "Adam",
-    "onebit_adam": "1-bit Adam",
-    "direct_adam": "1-bit Adam, direct replies",
-    "direct_unbiased_adam": "1-bit Adam, direct replies, norm unbiased",
-    "unbiased_adam": "1-bit Adam, norm unbiased",
-    "zero_one_adam": "0/1 Adam",
-    "direct_zero_one_adam": "0/1 Adam, direct replies",
-    "direct_zero_one_1_adam": "0/1 Adam, direct replies, kappa 1",
-    "direct_zero_one_2_adam": "0/1 Adam, direct replies, kappa 2",
-    "direct_zero_one_l2_adam": "0/1 Adam, direct replies, norm l2",
-    "direct_zero_one_unbiased_adam": "0/1 Adam, direct replies, norm unbiased",
-    "direct_zero_one_unbiased_1_adam": "0/1 Adam, direct replies, norm unbiased, kappa 1",
-    "direct_zero_one_unbiased_2_adam": "0/1 Adam, direct replies, norm unbiased, kappa 2",
-    "direct_zero_one_unbiased_256_adam": "0/1 Adam, direct replies, norm unbiased, blocks of 256",
-    "zero_one_unbiased_adam": "0/1 Adam, norm unbiased",
-    "local_16_unbiased_adam": "0/1 Adam, norm unbiased, exchanges up to 16 steps apart",
-    "local_16_adam": "0/1 Adam, exchanges up to 16 steps apart",
-    "beta_25_adam": "Adam, beta1 0.25",
-    "beta_0_adam": "Adam, beta1 0",
-    "direct_zero_one_unbiased_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25",
-    "direct_zero_one_unbiased_beta_0_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0",
-    "direct_zero_one_unbiased_256_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, blocks of 256, beta1 0.25",
-    "direct_zero_one_unbiased_last_beta_25_adam": "0/1 Adam, direct replies, norm unbiased, beta1 0.25, last layer "
-    "uncompressed",
-    "direct_unbiased_unlimited_adam": "1-bit Adam, direct replies, norm unbiased, no limit",
-    "direct_zero_one_unbiased_unlimited_adam": "0/1 Adam, direct replies, norm unbiased, no limit",
-    "frozen_adam": "1-bit Adam (32 bits)",
-    "naive_adam": "Adam, naive 1 bit after the same warmup",
-    "naive_adam_start": "Adam, naive 1 bit from the start",
-    "lamb": "LAMB",
-    "onebit_lamb": "1-bit LAMB",
-    "direct_lamb": "1-bit LAMB, direct replies",
-    "direct_unbiased_lamb": "1-bit LAMB, direct replies, norm unbiased",
-    "unbiased_lamb": "1-bit LAMB, norm unbiased",
-    "direct_unbiased_unlimited_lamb": "1-bit LAMB, direct replies, norm unbiased, no limit",
-    "lamb_basic": "LAMB + basic 1-bit",
+
+
+@dataclass(frozen=True)
+class Variant:
+    title: str  # in tables
+    options: dict[str, Any] | None = None  # of an optimizer of onebit, where it compresses
+    beta1: float | None = None  # where it is not the task's: tried on the GAN alone, which has betas of its own
+
+
+DIRECT = {"reply": "direct"}
+UNBIASED, DIRECT_UNBIASED = {"reply": 1, "norm": "unbiased"}, {**DIRECT, "norm": "unbiased"}
+UNLIMITED_DIRECT, OF_256 = {**DIRECT_UNBIASED, "update_limit": None}, {**DIRECT_UNBIASED, "block_size": 256}
+PAPERS, DIRECT_L1 = {"reply": 1, "norm": "l1"}, {**DIRECT, "norm": "l1"}
+BEST_01 = "0/1 Adam, direct replies, norm unbiased"
+EVERY = {
+    "adam": Variant("Adam"),
+    "onebit_adam": Variant("1-bit Adam", PAPERS),
+    "direct_adam": Variant("1-bit Adam, direct replies", DIRECT_L1),
+    "direct_unbiased_adam": Variant("1-bit Adam, direct replies, norm unbiased", DIRECT_UNBIASED),
+    "unbiased_adam": Variant("1-bit Adam, norm unbiased", UNBIASED),
+    "zero_one_adam": Variant("0/1 Adam", PAPERS),
+    "direct_zero_one_adam": Variant("0/1 Adam, direct replies", DIRECT_L1),
+    "direct_zero_one_1_adam": Variant("0/1 Adam, direct replies, kappa 1", {**DIRECT_L1, "var_update_scaler": 1}),
+    "direct_zero_one_2_adam": Variant("0/1 Adam, direct replies, kappa 2", {**DIRECT_L1, "var_update_scaler": 2}),
+    "direct_zero_one_l2_adam": Variant("0/1 Adam, direct replies, norm l2", {**DIRECT, "norm": "l2"}),
+    "direct_zero_one_unbiased_adam": Variant(BEST_01, DIRECT_UNBIASED),
+    "direct_zero_one_unbiased_1_adam": Variant(f"{BEST_01}, kappa 1", {**DIRECT_UNBIASED, "var_update_scaler": 1}),
+    "direct_zero_one_unbiased_2_adam": Variant(f"{BEST_01}, kappa 2", {**DIRECT_UNBIASED, "var_update_scaler": 2}),
+    "direct_zero_one_unbiased_256_adam": Variant(f"{BEST_01}, blocks of 256", OF_256),
+    "zero_one_unbiased_adam": Variant("0/1 Adam, norm unbiased", UNBIASED),
+    "local_16_unbiased_adam": Variant(
+        "0/1 Adam, norm unbiased, exchanges up to 16 steps apart", {"local_step_clipper": 16, "norm": "unbiased"}
+    ),
+    "local_16_adam": Variant("0/1 Adam, exchanges up to 16 steps apart", {"local_step_clipper": 16, "norm": "l1"}),
+    "beta_25_adam": Variant("Adam, beta1 0.25", beta1=0.25),
+    "beta_0_adam": Variant("Adam, beta1 0", beta1=0.0),
+    "direct_zero_one_unbiased_beta_25_adam": Variant(f"{BEST_01}, beta1 0.25", DIRECT_UNBIASED, 0.25),
+    "direct_zero_one_unbiased_beta_0_adam": Variant(f"{BEST_01}, beta1 0", DIRECT_UNBIASED, 0.0),
+    "direct_zero_one_unbiased_256_beta_25_adam": Variant(f"{BEST_01}, blocks of 256, beta1 0.25", OF_256, 0.25),
+    "direct_zero_one_unbiased_last_beta_25_adam": Variant(
+        f"{BEST_01}, beta1 0.25, last layer uncompressed", DIRECT_UNBIASED, 0.25
+    ),
+    "direct_unbiased_unlimited_adam": Variant("1-bit Adam, direct replies, norm unbiased, no limit", UNLIMITED_DIRECT),
+    "direct_zero_one_unbiased_unlimited_adam": Variant(f"{BEST_01}, no limit", UNLIMITED_DIRECT),
+    "frozen_adam": Variant("1-bit Adam (32 bits)"),
+    "naive_adam": Variant("Adam, naive 1 bit after the same warmup"),
+    "naive_adam_start": Variant("Adam, naive 1 bit from the start"),
+    "lamb": Variant("LAMB"),
+    "onebit_lamb": Variant("1-bit LAMB", PAPERS),
+    "direct_lamb": Variant("1-bit LAMB, direct replies", DIRECT_L1),
+    "direct_unbiased_lamb": Variant("1-bit LAMB, direct replies, norm unbiased", DIRECT_UNBIASED),
+    "unbiased_lamb": Variant("1-bit LAMB, norm unbiased", UNBIASED),
+    "direct_unbiased_unlimited_lamb": Variant("1-bit LAMB, direct replies, norm unbiased, no limit", UNLIMITED_DIRECT),
+    "lamb_basic": Variant("LAMB + basic 1-bit"),
 }
-STAGED: dict[str, dict[str, Any]] = {  # options, for either family
-    f"{name}_{family}": options
-    for family in ("adam", "lamb")
-    for name, options in {
-        "onebit": {"reply": 1, "norm": "l1"},
-        "direct": {"reply": "direct", "norm": "l1"},
-        "unbiased": {"reply": 1, "norm": "unbiased"},
-        "direct_unbiased": {"reply": "direct", "norm": "unbiased"},
-        "direct_unbiased_unlimited": {"reply": "direct", "norm": "unbiased", "update_limit": None},
-    }.items()
-}
-ZERO_ONE: dict[str, dict[str, Any]] = {  # options
-    "zero_one_adam": {"reply": 1},
-    "direct_zero_one_adam": {"reply": "direct"},
-    "direct_zero_one_1_adam": {"reply": "direct", "var_update_scaler": 1},
-    "direct_zero_one_2_adam": {"reply": "direct", "var_update_scaler": 2},
-    "direct_zero_one_l2_adam": {"reply": "direct", "norm": "l2"},
-    "direct_zero_one_unbiased_adam": {"reply": "direct", "norm": "unbiased"},
-    "direct_zero_one_unbiased_1_adam": {"reply": "direct", "norm": "unbiased", "var_update_scaler": 1},
-    "direct_zero_one_unbiased_2_adam": {"reply": "direct", "norm": "unbiased", "var_update_scaler": 2},
-    "direct_zero_one_unbiased_256_adam": {"reply": "direct", "norm": "unbiased", "block_size": 256},
-    "direct_zero_one_unbiased_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
-    "direct_zero_one_unbiased_beta_0_adam": {"reply": "direct", "norm": "unbiased"},
-    "direct_zero_one_unbiased_256_beta_25_adam": {"reply": "direct", "norm": "unbiased", "block_size": 256},
-    "direct_zero_one_unbiased_last_beta_25_adam": {"reply": "direct", "norm": "unbiased"},
-    "direct_zero_one_unbiased_unlimited_adam": {"reply": "direct", "norm": "unbiased", "update_limit": None},
-    "zero_one_unbiased_adam": {"reply": 1, "norm": "unbiased"},
-    "local_16_unbiased_adam": {"local_step_clipper": 16, "norm": "unbiased"},
-    "local_16_adam": {"local_step_clipper": 16},
-}
-BETA1 = {  # where it is not the task's
-    "beta_25_adam": 0.25,
-    "beta_0_adam": 0.0,
-    "direct_zero_one_unbiased_beta_25_adam": 0.25,
-    "direct_zero_one_unbiased_beta_0_adam": 0.0,
-    "direct_zero_one_unbiased_256_beta_25_adam": 0.25,
-    "direct_zero_one_unbiased_last_beta_25_adam": 0.25,
-}
+VARIANTS = {name: each.title for name, each in EVERY.items()}
+OPTIONS = {name: each.options for name, each in EVERY.items() if each.options is not None}
+ZERO_ONE = tuple(name for name in OPTIONS if VARIANTS[name].startswith("0/1"))
+BETA1 = {name: each.beta1 for name, each in EVERY.items() if each.beta1 is not None}
 LAST_LAYER = ("direct_zero_one_unbiased_last_beta_25_adam",)
-GAN_ALONE = frozenset(BETA1)  # whose task has betas of its own
 ONE_SEED = ("local_16_adam", "local_16_unbiased_adam")
 EVENTS = ("x 100", "x 30")  # from the middle on; for a quarter of the steps after it
 LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
@@ -233,7 +215,7 @@ def family_of(variant: str) -> str:
 
 
 def has_stages(variant: str) -> bool:
-    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in ZERO_ONE | BETA1
+    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in (*ZERO_ONE, *BETA1)
 
 
 def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
@@ -277,9 +259,10 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
     labels = list(points(task, sweep))
     match sweep:
         case "main":
-            found = [(v, "") for v in VARIANTS if v not in GAN_ALONE or task.betas != Task.betas]
+            found = [(v, "") for v in VARIANTS if v not in BETA1 or task.betas != Task.betas]
         case "reply":
-            found = [(v, label) for v in reply_variants(task.families) for label in labels]
+            of = [(f, *(name.format(family=f) for name in REPLIES.values())) for f in task.families]
+            found = [(v, label) for own in of for v in own for label in labels]
         case "ranks":  # the baseline does not depend on their number
             found = [*((v, labels[0]) for v in task.families)]
             found += [(v, label) for label in labels for v in DEFAULTS[2 if label == "2" else MORE]]
@@ -291,8 +274,3 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
         case _:
             found = [(v, label) for v in SWEPT for label in labels]
     return [(v, label) for v, label in found if family_of(v) in task.families]
-
-
-def reply_variants(families: Sequence[str]) -> list[str]:
-    """Baselines, and their 1-bit optimizers with every reply."""
-    return [v for f in families for v in (f, *(name.format(family=f) for name in REPLIES.values()))]

@@ -7,8 +7,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Literal, TypeGuard
+from contextlib import ExitStack
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from perf.convergence.plan import (
     BETA1,
     LAST_LAYER,
     LOCAL,
-    STAGED,
+    OPTIONS,
     TASKS,
     VARIANTS,
     ZERO_ONE,
@@ -73,16 +73,16 @@ def build(run: Run, model: nn.Module, transport: Transport) -> torch.optim.Optim
             plain = torch.optim.AdamW(params, **plainly)
             plain.register_step_pre_hook(lambda *_: average_([p.grad for p in params if p.grad is not None], transport))
             return plain
-        case variant if variant in STAGED:
-            return OURS[family_of(variant)](params, **staged, **STAGED[variant])
         case variant if variant in ZERO_ONE:
-            options = {"norm": "l1", **ZERO_ONE[variant]}
+            options = OPTIONS[variant]
             if "local_step_clipper" in options:
-                options |= {name: round(share * run.steps) for name, share in LOCAL.items()}
+                options = options | {name: round(share * run.steps) for name, share in LOCAL.items()}
             apart = TASKS[run.task].last_layer(model) if variant in LAST_LAYER else []
             own = {id(p) for p in apart}
             groups = [{"params": [p for p in params if id(p) not in own]}, {"params": apart, "compress": False}]
             return ZeroOneAdam(groups, **common, chunks=1, **options)
+        case variant if variant in OPTIONS:
+            return OURS[family_of(variant)](params, **staged, **OPTIONS[variant])
         case "frozen_adam":
             assert isinstance(run.freeze, int)
             return FrozenAdam(params, freeze=run.freeze, **common)
@@ -106,11 +106,6 @@ def sends(optimizer: torch.optim.Optimizer) -> Literal["uncompressed", "compress
         return "uncompressed"
     kinds = {"full": "uncompressed", "local": "nothing"}
     return kinds.get(optimizer.setup.algorithm.kind(optimizer.steps), "compressed")  # type: ignore[return-value]
-
-
-def at_a_sync(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Within it all ranks have the same parameters."""
-    return optimizer.at_last_sync() if isinstance(optimizer, OneBitOptimizer) else nullcontext()
 
 
 def batch_of(items: Items, run: Run, step: int) -> tuple[Items, torch.Generator]:
@@ -167,11 +162,13 @@ def train(run: Run, prepared: Prepared, model: nn.Module, transport: Transport, 
             if transport.rank == 0:
                 show(*train_curve[-1])
         if step % max(1, run.steps // VALIDATIONS) == 0:
-            with ExitStack() as at_syncs:
+            with ExitStack() as at_syncs:  # where all ranks have the same parameters
                 for each in optimizers:
-                    at_syncs.enter_context(at_a_sync(each))
+                    if isinstance(each, OneBitOptimizer):
+                        at_syncs.enter_context(each.at_last_sync())
                 valid_curve.append((step, validate(task, model, some, transport)[0]))
-            ratio_curve += [(step, *ratios(optimizer))] if _has_ratios(optimizer) else []
+            if isinstance(optimizer, OneBitLamb) and optimizer.compressing:
+                ratio_curve.append((step, *ratios(optimizer)))
     for each in optimizers:
         if isinstance(each, OneBitOptimizer):
             each.synchronize()
@@ -186,10 +183,6 @@ def train(run: Run, prepared: Prepared, model: nn.Module, transport: Transport, 
         "seconds": time.perf_counter() - start,
         **volume(run, task.parts(model), optimizers, counted["uncompressed"], transport),
     }
-
-
-def _has_ratios(optimizer: torch.optim.Optimizer) -> TypeGuard[OneBitLamb]:
-    return isinstance(optimizer, OneBitLamb) and optimizer.compressing
 
 
 def ratios(optimizer: OneBitLamb) -> list[float]:

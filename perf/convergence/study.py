@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status("perf.convergence", lambda: run(arguments))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     runs = list(plan(arguments.tasks, arguments.sweeps, arguments.seeds, arguments.variants))
     if not arguments.report:
         make_folder(arguments.out)
@@ -120,7 +120,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{count} runs made, {len(runs) - count} were there: {arguments.out}")
     standard = arguments.out == STANDARD["out"]
     print(report(arguments.out, Path("docs/convergence.md") if standard else arguments.out / "convergence.md"))
-    return 0
 
 
 def _names(what: str, known: Sequence[str]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Every pass against a plain copy: bytes moved, time, GB/s and percent of the copy's GB/s.
 
-    python -m perf.kernels [--device auto] [--elements 2**24] [--threads 1] [--dtype float32] [--out perf/results]
+    python -m perf.kernels [--device auto] [--elements 2**24] [--dtype float32] [--out perf/results]
 
-The copy is Tensor.copy_ of a buffer of as many fp32 elements, bytes read plus written, timed between the passes with
-the same threads. Nothing is checked: a figure counts where the tests of the passes have passed on the device.
+The copy is Tensor.copy_ of a buffer of as many fp32 elements, bytes read plus written, timed between the passes. A
+CPU has one thread. Nothing is checked: a figure counts where the tests of the passes have passed on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from onebit.kernels.passes import PASSES
 from onebit.kernels.tuning.machine import device_name, provenance
 from onebit.kernels.tuning.timing import median_seconds
 from onebit.kernels.tuning.workload import Workload
-from perf import plots
 from perf.command import add_out, exit_status, make_folder
 from perf.kernels import local_step
 from perf.records import machine, slug, write_record
@@ -95,29 +94,10 @@ def table(copy: float, rows: Sequence[Row]) -> str:
     return "\n".join([*lines, f"{'copy':<16} {'':>9} {'':>9} {copy:>8.1f} {100:>10.1f}"])
 
 
-def panel(rows: Sequence[Row], title: str) -> plots.Draw:
-    """Bars of percent of the copy, and the percent to reach."""
-
-    def draw(axes: Any) -> None:
-        bars = axes.bar([r.name for r in rows], [r.percent_of_copy for r in rows], color=plots.BLUE)
-        axes.bar_label(bars, fmt="%.0f")
-        for i, row in enumerate(rows):
-            if row.target_percent is not None:
-                axes.hlines(row.target_percent, i - 0.45, i + 0.45, color=plots.TARGET, label="target")
-        axes.axhline(100, color="#888888", linewidth=1, linestyle=":", label="plain copy")
-        named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        axes.legend(named.values(), named.keys(), loc="upper left")
-        axes.set(ylabel="bytes a second, percent of a copy", title=title, ylim=(0, None))
-        axes.tick_params(axis="x", rotation=20)
-
-    return draw
-
-
-def record_name(setting: Setting, threads: int) -> str:
+def record_name(setting: Setting) -> str:
     """The record's file name: the device, and in what it differs from the standard run."""
     extras = [
         (str(setting.dtype).removeprefix("torch."), setting.dtype != torch.float32),
-        (f"{threads}-threads", setting.device.type == "cpu" and threads != 1),
         (f"2-{setting.elements.bit_length() - 1}", setting.elements != _standard_elements(setting.device)),
     ]
     return slug(device_name(setting.device), *(text for text, there in extras if there))
@@ -125,47 +105,38 @@ def record_name(setting: Setting, threads: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 2: this can't be measured here."""
-    arguments = _parser().parse_args(argv)
-    torch.set_num_threads(arguments.threads)
+    parser = argparse.ArgumentParser(prog="python -m perf.kernels", description="Every pass against a plain copy.")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
+    parser.add_argument("--elements", type=whole_number, help="2**24 on a CPU, 2**28 on a GPU")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
+    parser.add_argument("--repeats", type=whole_number, default=20, help="runs in a median (default: %(default)s)")
+    add_out(parser, "the record")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
     return exit_status("perf.kernels", lambda: run(arguments))
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     device, progress = pick_device(arguments.device), Progress()
     elements = arguments.elements or _standard_elements(device)
     setting = Setting(device, elements, DTYPES[arguments.dtype], arguments.repeats)
     make_folder(arguments.out)
-    where = device_name(device) + (f", threads: {arguments.threads}" if device.type == "cpu" else "")
-    print(f"{where}; {arguments.dtype}, {elements:,} elements\n")
+    print(f"{device_name(device)}; {arguments.dtype}, {elements:,} elements\n")
     copy, rows = measure(setting, progress)
     progress.clear()
     print(table(copy, rows))
     reached = targets(rows)
-    record: dict[str, Any] = _about(setting, arguments)
+    about = {"elements": elements, "dtype": arguments.dtype, "ranks": RANKS, "repeats": setting.repeats}
+    record: dict[str, Any] = {"device": device_name(device), **machine(), "threads": 1, **about, **provenance()}
     record |= {"copy_gb_per_s": copy, "passes": [asdict(r) for r in rows]}
     if device.type == "cuda" and elements >= _standard_elements(device):
         record["bert_large_step"] = local_step.measure(device, setting.repeats)
         print(f"\n{local_step.table(record['bert_large_step'])}")
         reached += local_step.targets(record["bert_large_step"])
     print(*(f"\n{target}" for target in reached), sep="")
-    path = arguments.out / f"{record_name(setting, arguments.threads)}.json"
+    path = arguments.out / f"{record_name(setting)}.json"
     write_record(path, {**record, "targets": as_json(reached)})
     print(f"\n{path}")
-    plots.draw_if_possible(lambda: [plots.save(path.with_suffix(".png"), [panel(rows, where)], size=(9, 4))])
-    return 0
-
-
-def _about(setting: Setting, arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "device": device_name(setting.device),
-        **machine(),
-        "threads": arguments.threads,
-        "elements": setting.elements,
-        "dtype": arguments.dtype,
-        "ranks": RANKS,
-        "repeats": setting.repeats,
-        **provenance(),
-    }
 
 
 def _copy_rate(setting: Setting) -> float:
@@ -178,14 +149,3 @@ def _copy_rate(setting: Setting) -> float:
 
 def _standard_elements(device: torch.device) -> int:
     return 2**28 if device.type == "cuda" else 2**24
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m perf.kernels", description="Every pass against a plain copy.")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
-    parser.add_argument("--elements", type=whole_number, help="2**24 on a CPU, 2**28 on a GPU")
-    parser.add_argument("--threads", type=whole_number, default=1, help="on a CPU (default: 1)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients")
-    parser.add_argument("--repeats", type=whole_number, default=20, help="runs in a median (default: %(default)s)")
-    add_out(parser, "the record and the plot")
-    return parser

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.kernels import backend
 from onebit.kernels.tuning.timing import median_seconds
-from onebit.kernels.tuning.workload import Workload
+from perf.optimizer_step import RANKS, local_work, parameters
 from perf.targets import Target
 
-RANKS = 8
 LR, BETA1, EPS, WEIGHT_DECAY = 1e-3, 0.9, 1e-8, 0.01
 
 
@@ -34,10 +32,11 @@ def bert_large(hidden: int = 1024, layers: int = 24, vocabulary: int = 30522) ->
 def measure(device: torch.device, repeats: int = 20, numels: Sequence[int] | None = None) -> dict[str, Any]:
     """Milliseconds a step of the three."""
     numels = bert_large() if numels is None else numels
-    made = {
-        "onebit": lambda: _ours(device, numels),
-        "adamw_fused": lambda: _adamw(device, numels),
-        "eager": lambda: EagerOneBitAdam(_parameters(device, numels)).step,
+    own = {"lr": LR, "weight_decay": WEIGHT_DECAY, "fused": True}
+    made: dict[str, Callable[[], Callable[[], object]]] = {
+        "onebit": lambda: local_work(numels, device, ("compress", "average", "adam_update")),
+        "adamw_fused": lambda: torch.optim.AdamW(parameters(numels, device), **own).step,  # type: ignore[arg-type]
+        "eager": lambda: EagerOneBitAdam(parameters(numels, device)).step,
     }
     milliseconds = {name: 1e3 * _seconds(make(), device, repeats) for name, make in made.items()}
     return {"parameters": len(numels), "elements": sum(numels), "milliseconds": milliseconds}
@@ -106,26 +105,3 @@ def _seconds(step: Callable[[], object], device: torch.device, repeats: int) -> 
             step()
 
     return median_seconds(ten, device, repeats) / 10
-
-
-def _ours(device: torch.device, numels: Sequence[int]) -> Callable[[], None]:
-    passes = Workload(numels, device, ranks=RANKS).passes(backend(device))
-
-    def step() -> None:
-        passes["compress"].run()
-        passes["average"].run()
-        passes["adam_update"].run()
-
-    return step
-
-
-def _parameters(device: torch.device, numels: Sequence[int]) -> list[Tensor]:
-    params = [torch.randn(n, device=device, requires_grad=True) for n in numels]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return params
-
-
-def _adamw(device: torch.device, numels: Sequence[int]) -> Callable[[], object]:
-    optimizer = torch.optim.AdamW(_parameters(device, numels), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-    return optimizer.step

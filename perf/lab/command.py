@@ -1,26 +1,22 @@
 """Run a script on the hosts of a network lab.
 
-python -m perf.lab --hosts 4 [--each 2] --rate 1gbit|100mbit+50ms -- script.py args
+python -m perf.lab --hosts 4 --rate 1gbit|100mbit+50ms -- script.py args
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import signal
-import sys
 from collections.abc import Sequence
 
-from perf.lab.namespaces import LabUnavailable
+from perf.command import exit_status
 from perf.lab.network import NetworkLab
-from perf.lab.processes import RankFailed
 from perf.lab.rates import UNSHAPED
 
 
-def _run_command(options: argparse.Namespace, command: list[str]) -> None:
-    several = f" of {options.each} ranks" if options.each > 1 else ""
-    with NetworkLab(options.hosts, options.rate, options.each) as lab:
-        print(f"{options.hosts} hosts{several}, links of {lab.link}; starting ...", flush=True)
+def run(options: argparse.Namespace, command: list[str]) -> None:
+    with NetworkLab(options.hosts, options.rate) as lab:
+        print(f"{options.hosts} hosts, links of {lab.link}; starting ...", flush=True)
         try:
             lab.run(
                 command,
@@ -33,10 +29,9 @@ def _run_command(options: argparse.Namespace, command: list[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit status is 1 when a rank failed or this machine cannot hold a lab."""
+    """Exit status 1: a rank failed. 2: this machine cannot hold a lab."""
     parser = argparse.ArgumentParser("python -m perf.lab", description="Run a script on a network lab.")
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--each", type=int, default=1, help="ranks a host (default: 1)")
     parser.add_argument("--rate", default=UNSHAPED, help='of each link, both ways: "1gbit", "100mbit+50ms" (any)')
     parser.add_argument("--timeout", type=float, default=600, help="seconds the run may take (default: 600)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- script.py args, or -- -m module args")
@@ -45,11 +40,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not command:
         parser.error("give a command for the hosts: -- script.py args")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        _run_command(options, command)
-    except (LabUnavailable, RankFailed, TimeoutError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+    return exit_status("perf.lab", lambda: run(options, command), lost="it has ended")

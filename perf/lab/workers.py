@@ -21,7 +21,7 @@ from perf.command import FAILED, WrongResult
 from perf.lab.network import NetworkLab
 from perf.lab.processes import RankFailed
 from perf.lab.rates import rtt_seconds
-from perf.ranks import ONE_CLOCK
+from perf.ranks import LONGEST, ONE_CLOCK
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRESS, RESULT, WRONG = "@progress ", "@result ", "@wrong "
@@ -66,7 +66,6 @@ def _no_choices() -> Iterator[str]:
 def run_workers(
     lab: NetworkLab,
     argv: Sequence[str],
-    timeout: float,
     progress: Progress,
     kinds: Mapping[str, Callable[[Any], Any]] | None = None,
     publish: Publish = lambda found: None,
@@ -94,6 +93,6 @@ def run_workers(
     with _no_choices() as fresh:  # chunks="auto" measures every network anew
         env = {"PYTHONPATH": path, "ONEBIT_CACHE_DIR": fresh, **clock}
         try:
-            lab.run(argv, timeout=timeout, env=env, on_line=on_line)
+            lab.run(argv, timeout=LONGEST, env=env, on_line=on_line)
         except RankFailed as error:
             raise (WrongResult(f"{network}: {wrong[0]}") if wrong else error) from error

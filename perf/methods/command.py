@@ -1,7 +1,7 @@
 """Every method that people would use, on links between racks and sites: which has trained a model first?
 
-    python -m perf.methods [--models narrow,wide] [--hosts 2,4] [--seeds 3]
-    python -m perf.methods --report                          tables and plots of what is there, nothing is run
+    python -m perf.methods
+    python -m perf.methods --report      tables and plots of what is there, nothing is run
 
 Needs root on Linux: networks are made on this machine (perf.lab). Steps are timed on each of the links, and models are
 trained on links without a limit, since links decide only how long a step takes: the time of a run is its steps of each
@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onebit.cli.arguments import whole_number
 from onebit.cli.progress import Progress
 from onebit.kernels.tuning.machine import provenance
-from perf.command import add_out, exit_status, host_count, list_of, make_folder, one_of
+from perf.command import add_out, exit_status, make_folder
 from perf.lab.network import NetworkLab
 from perf.lab.rates import UNSHAPED
 from perf.methods.plan import (
@@ -33,6 +32,7 @@ from perf.methods.plan import (
     METHODS,
     MODELS,
     REPEATS,
+    SEEDS,
     STEPS,
     rows_to_measure,
     to_train,
@@ -51,7 +51,7 @@ class Comparison:
 
     def __init__(self, arguments: argparse.Namespace, model: str, hosts: int, progress: Progress) -> None:
         self.record = Record(record_path(arguments.out, model, hosts))
-        self._seeds, self._progress = arguments.seeds, progress
+        self._progress = progress
         mine = (STEPS, FREEZE, CLIP)  # runs of other settings leave the record
         self.record.runs = [run for run in self.record.runs if (run.steps, run.freeze, run.clip) == mine]
         shape = MODELS[model]
@@ -70,7 +70,7 @@ class Comparison:
 
     def train(self, lab: NetworkLab) -> None:
         lab.set_link(UNSHAPED)
-        while left := next(to_train(self.record.runs, METHODS, self._seeds), None):
+        while left := next(to_train(self.record.runs, METHODS, SEEDS), None):
             self.record.add(self._about)
             self._run(lab, train=True, runs=left.runs[:AT_ONCE], lr=left.lr)
 
@@ -84,26 +84,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status("perf.methods", lambda: run(arguments), lost="no more figures")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> None:
     make_folder(arguments.out)
     if not arguments.report:
         progress = Progress()
-        for model in arguments.models:
-            for hosts in arguments.hosts:
+        for model in MODELS:
+            for hosts in HOSTS:
                 comparison = Comparison(arguments, model, hosts, progress)
                 with NetworkLab(hosts) as lab:
                     comparison.measure_times(lab)
                     comparison.train(lab)
         progress.clear()
     print(write_report(arguments.out, PAGE if arguments.out == OUT else arguments.out / PAGE.name))
-    return 0
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.methods", description="Which method has trained first?")
-    parser.add_argument("--models", type=list_of(one_of("model", list(MODELS))), default=list(MODELS))
-    parser.add_argument("--hosts", type=list_of(host_count), default=list(HOSTS), help="of the lab (default: 2,4)")
-    parser.add_argument("--seeds", type=whole_number, default=3, help="runs of each method (default: %(default)s)")
     parser.add_argument("--report", action="store_true", help="only tables and plots of what is there")
     add_out(parser, "records, plots and, where it is another than this, the page", OUT)
     return parser.parse_args(argv)

@@ -30,6 +30,7 @@ LOCAL = ("zero-one-local", "diloco", "torchft")  # methods whose ranks do not al
 STEPS, FREEZE = 300, 75
 CLIP = 1.0  # the norm of gradients, as is usual for language models; without overlap, since that can't be clipped
 REPEATS = 5  # steps in a median
+SEEDS = 3  # runs of each method
 ADAM_LR, LAMB_LR = 1e-3, 5e-3
 FACTORS = (1.0, 0.5, 2.0)  # of these rates: what every method chooses from
 

@@ -16,6 +16,7 @@ from perf.methods.plan import (
     ADAM_LR,
     CLIP,
     FREEZE,
+    HOSTS,
     LAMB_LR,
     LINKS,
     LOCAL,
@@ -35,7 +36,6 @@ from perf.train_step.record import Record
 from perf.train_step.report import Group, bytes_after, mean_curves, seconds_after, steps_by_row, timed
 from perf.train_step.variants import POWERSGD_SOONER, UNCOMPRESSED
 
-MOST_HOSTS = 64  # of a lab
 OVER_TIME, TO_COMMON_LOSS = "validation loss over time", "seconds to the common loss"  # what plots show
 NEAR = 0.02  # above fp32's loss: what counts as having learned as much
 CONCLUSION = "conclusion.md"  # beside the records, written by a person
@@ -99,7 +99,7 @@ def records(out: Path) -> list[tuple[Record, str]]:
     paths = {
         f"{model.capitalize()} model, {hosts} hosts": record_path(out, model, hosts)
         for model in MODELS
-        for hosts in range(2, MOST_HOSTS + 1)
+        for hosts in HOSTS
     }
     return [(Record(path), title) for title, path in paths.items() if path.exists()]
 

@@ -40,7 +40,6 @@ from perf.command import (
     add_out,
     add_ranks,
     exit_status,
-    host_count,
     list_of,
     make_folder,
     one_of,
@@ -103,7 +102,7 @@ def on_lab(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress, p
     """`publish` gets what the ranks find on these links, as it comes. others: what is not as in the arguments."""
     argv = [*WORKER, *worker(arguments, **others)]
     kinds = {"Row": lambda fields: replace(Row.of(fields), rate=lab.link), "Run": Run.of}
-    run_workers(lab, argv, arguments.timeout, progress, kinds, publish)
+    run_workers(lab, argv, progress, kinds, publish)
 
 
 def report(record: StepRecord) -> None:
@@ -137,21 +136,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.train:
         record.runs = with_settings(arguments, record.runs)
         arguments.runs = missing(arguments, record.runs)
-    status = exit_status("perf.train_step", lambda: _measure(arguments, record, progress), lost="no more figures")
+
+    def measure() -> None:
+        if arguments.lab:
+            run_lab(arguments, record, progress)
+        else:
+            run_rank(arguments, progress.show, record.add)
+
+    status = exit_status("perf.train_step", measure, lost="no more figures")
     progress.clear()
     found = record.rows or record.runs
     there = record.changed or (arguments.lab and found)  # of a group rank 0 alone has the results
     if there and status != CANNOT_MEASURE:
         report(record)
     return status
-
-
-def _measure(arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> int:
-    if arguments.lab:
-        run_lab(arguments, record, progress)
-    else:
-        run_rank(arguments, progress.show, record.add)
-    return 0
 
 
 def _share(text: str) -> float:
@@ -165,26 +163,12 @@ def _share(text: str) -> float:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.worker:
-        return argparse.Namespace(**{**arguments.worker, "worker": True})
-    refuse_idle(parser, arguments, in_lab=("hosts", "rates", "share"), in_group=("backend",))
-    if not 0 <= arguments.clip < math.inf:
-        parser.error(f"--clip {arguments.clip:g}: it is a norm, more than 0, or 0 for no clipping")
-    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto"})
-    set_defaults(arguments, {name: STANDARD[name] for name in ("hosts", "rates", "share")})
-    arguments.freeze = arguments.freeze or max(2, arguments.steps // 4)
-    return arguments
-
-
-def _parser() -> argparse.ArgumentParser:
     number, variant = whole_number, one_of("variant", list(VARIANTS))
     parser = argparse.ArgumentParser(
         prog="python -m perf.train_step", description="The parts of a training step, compressed and not."
     )
-    add_ranks(parser, timeout=3600)
-    parser.add_argument("--hosts", type=host_count, help="of the lab (default: 4)")
+    add_ranks(parser)
+    parser.add_argument("--hosts", type=number, help="of the lab (default: 4)")
     parser.add_argument("--share", type=_share, help="also where fp16's all-reduce takes this share; 0: no (0.925)")
     parser.add_argument("--variants", type=list_of(variant), default=STANDARD["variants"], help=", ".join(VARIANTS))
     for name, what in (("width", "of the model"), ("layers", "of the model"), ("batch", "windows a rank")):
@@ -199,4 +183,13 @@ def _parser() -> argparse.ArgumentParser:
     add_out(parser, "the record and the plots")
     parser.add_argument("--name", help="of the record, after the machine's (default: made of the options that differ)")
     parser.set_defaults(runs=[])  # variants and seeds, to train
-    return parser
+    arguments = parser.parse_args(argv)
+    if arguments.worker:
+        return argparse.Namespace(**{**arguments.worker, "worker": True})
+    refuse_idle(parser, arguments, in_lab=("hosts", "rates", "share"), in_group=("backend",))
+    if not 0 <= arguments.clip < math.inf:
+        parser.error(f"--clip {arguments.clip:g}: it is a norm, more than 0, or 0 for no clipping")
+    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto"})
+    set_defaults(arguments, {name: STANDARD[name] for name in ("hosts", "rates", "share")})
+    arguments.freeze = arguments.freeze or max(2, arguments.steps // 4)
+    return arguments

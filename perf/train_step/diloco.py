@@ -6,7 +6,6 @@ outer    d = mean(x - x_i);  v = mu v + d;  x = x - outer_lr (d + mu v);  x_i = 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ from onebit.collectives.averaging import average_
 from onebit.collectives.transport.protocol import Transport
 
 
-class LocalSGD(torch.optim.AdamW, ABC):
+class LocalSGD(torch.optim.AdamW):
     """AdamW on every rank, with an outer step after every so many."""
 
     def __init__(self, params: Any, every: int, **inner: Any) -> None:
@@ -30,13 +29,13 @@ class LocalSGD(torch.optim.AdamW, ABC):
         """Of the coming step."""
         return "local" if (self.taken + 1) % self.every else "sync"
 
-    @abstractmethod
     def synchronize(self) -> None:
         """The outer step, unless nobody has taken a step since the last."""
+        raise NotImplementedError
 
-    @abstractmethod
     def at_last_sync(self) -> AbstractContextManager[None]:
         """Within it the model is that of all ranks."""
+        raise NotImplementedError
 
 
 class DiLoCo(LocalSGD):

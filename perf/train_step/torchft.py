@@ -12,7 +12,6 @@ import importlib.util
 import os
 import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -30,13 +29,26 @@ def missing() -> str | None:
     return None if importlib.util.find_spec("torchft") else "torchft is not installed: pip install torchft"
 
 
+def manager_of(name: object, address: str, pg: Any, own: str = "127.0.0.1", **options: Any) -> Any:
+    """Of a replica of one process, which others reach at `own`; `address`: of the lighthouse."""
+    from torchft import Manager
+
+    store: Any = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    place: dict[str, Any] = {"rank": 0, "world_size": 1, "store_addr": own, "store_port": store.port, "hostname": own}
+    usual: dict[str, Any] = {"load_state_dict": None, "state_dict": None, "use_async_quorum": False}
+    usual |= {"timeout": PATIENCE, "quorum_timeout": PATIENCE, "min_replica_size": 2}
+    manager: Any = Manager(pg, lighthouse_addr=address, replica_id=str(name), **{**place, **usual, **options})
+    manager.store = store  # as long as the manager
+    return manager
+
+
 class TorchftDiLoCo(LocalSGD):
     """On the default process group, which its ranks find each other by."""
 
     def __init__(
         self, params: Any, transport: Transport, every: int = 16, outer_lr: float = 0.7, mu: float = 0.9, **inner: Any
     ) -> None:
-        from torchft import Manager, ProcessGroupGloo
+        from torchft import ProcessGroupGloo
         from torchft.coordination import LighthouseServer
         from torchft.local_sgd import DiLoCo
 
@@ -49,24 +61,8 @@ class TorchftDiLoCo(LocalSGD):
             port = lighthouse.address().rpartition(":")[2]  # after a name that other hosts may not know
             found = [f"http://{own}:{port}"]
         dist.broadcast_object_list(found)
-        store = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
-        manager = Manager(
-            pg=ProcessGroupGloo(PATIENCE),
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=transport.size,
-            use_async_quorum=False,
-            timeout=PATIENCE,
-            quorum_timeout=PATIENCE,
-            rank=0,
-            world_size=1,
-            store_addr=own,
-            store_port=store.port,
-            lighthouse_addr=found[0],
-            replica_id=f"rank{transport.rank}",
-            hostname=own,
-            init_sync=False,
-        )
+        options = {"min_replica_size": transport.size, "init_sync": False}
+        manager = manager_of(f"rank{transport.rank}", found[0], ProcessGroupGloo(PATIENCE), own, **options)
         self._inner = torch.optim.AdamW(params, **inner)
         self._inner.param_groups = self.param_groups  # of which schedules set the rate
         outer = torch.optim.SGD(params, lr=outer_lr, momentum=mu, nesterov=True)
@@ -74,7 +70,7 @@ class TorchftDiLoCo(LocalSGD):
         self._diloco = DiLoCo(
             manager, [model], self._inner, outer, sync_every=every, pin_memory=False, use_bucketization=True
         ).__enter__()
-        self._servers = (manager, lighthouse, store)
+        self._servers = (manager, lighthouse)
         atexit.register(self.close)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -83,9 +79,6 @@ class TorchftDiLoCo(LocalSGD):
         self.synchronized = self.taken % self.every == 0
         return loss
 
-    def at_last_sync(self) -> AbstractContextManager[None]:
-        raise NotImplementedError("torchft has no such view of the model")
-
     def synchronize(self) -> None:
         if not self.synchronized:
             raise NotImplementedError("torchft takes its outer step when it is due, and at no other time")
@@ -93,7 +86,7 @@ class TorchftDiLoCo(LocalSGD):
     def close(self) -> None:
         """End its servers. A collective call, where the group is still there."""
         atexit.unregister(self.close)
-        manager, lighthouse, _ = self._servers
+        manager, lighthouse = self._servers
         self._diloco.__exit__(None, None, None)
         if dist.is_initialized():
             dist.barrier()

@@ -35,7 +35,6 @@ from perf.tables import markdown
 DTYPES = {32: torch.float32, 16: torch.float16}
 RUNS: dict[str, AskedReply | None] = {"uncompressed": None, "onebit_adam": "auto", "onebit_adam, reply=1": 1}
 HOSTS, ELEMENTS, STEPS, FREEZE_STEP = 2, 4_000_000, 50, 10
-TIMEOUT = 600  # seconds that a run may take
 TOLERANCE = 0.05
 RECORD = RESULTS / "volume.json"
 
@@ -72,7 +71,7 @@ def measure(progress: Progress) -> dict[str, Any]:
                 before = sum(lab.bytes_sent())
                 numbers = (number, bits, FREEZE_STEP, ELEMENTS, STEPS)
                 argv = ("-m", "perf.train_step.volume", "--worker", ",".join(map(str, numbers)))
-                run_workers(lab, argv, TIMEOUT, progress)
+                run_workers(lab, argv, progress)
                 sent[f"{name} {bits}"] = sum(lab.bytes_sent()) - before
     progress.clear()
     about = {"hosts": HOSTS, "elements": ELEMENTS, "steps": STEPS, "freeze_step": FREEZE_STEP, "sent": sent}

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from perf.lab.network import LabUnavailable, NetworkLab
-from tests.faults.striking import POINTS, Fault, cut_off
+from perf.lab.network import NetworkLab
+from tests.faults.striking import POINTS, Fault, cut_off, lab_of
 from tests.faults.training import Raised, struck, undisturbed
 from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS
@@ -145,20 +145,14 @@ def _written(fault: Fault, folder: Path, expected: list[str]) -> Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.faults", description="Kill, stop and cut off ranks.")
     parser.add_argument("--launchers", default=LAUNCHERS, help=f"some of {LAUNCHERS} (default: all)")
-    parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--only", default="", help="a text that a combination's line has, such as spread")
     options = parser.parse_args()
     launchers = tuple(options.launchers.split(","))
     began, failed = time.monotonic(), 0
     with contextlib.ExitStack() as stack:
-        lab = None
-        if "lab" in launchers:
-            try:
-                lab = stack.enter_context(NetworkLab(3))
-            except LabUnavailable as why:
-                print(f"skipped what needs the lab: {why}")
-                launchers = tuple(name for name in launchers if name != "lab")
-        everything = [c for c in combinations(launchers) if options.only in str(c)] * options.repeat
+        lab = lab_of(3, stack) if "lab" in launchers else None
+        chosen = tuple(name for name in launchers if name != "lab" or lab)
+        everything = [c for c in combinations(chosen) if options.only in str(c)]
         for number, combination in enumerate(everything, 1):
             outcome = strike(combination, lab)
             problems = outcome.problems(combination.fault)

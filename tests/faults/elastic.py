@@ -28,8 +28,8 @@ import torch.distributed as dist
 import onebit
 from onebit.collectives import CollectiveError
 from onebit.collectives.topology import Topology
-from perf.lab.network import LabUnavailable, NetworkLab
-from tests.faults.striking import POINTS, Fault, Striking, cut_off, strike_of
+from perf.lab.network import NetworkLab
+from tests.faults.striking import POINTS, Fault, Striking, cut_off, lab_of, strike_of
 from tests.faults.training import STRUCK, case_of, digest
 from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS, take
@@ -130,20 +130,19 @@ def problems_of(found: list[Survived], fault: Fault) -> list[str]:
     return sorted({problem for each in found for problem in each.problems(fault)}) + differ
 
 
-def faults(hows: tuple[str, ...], every: int) -> Iterator[tuple[str, Fault]]:
+def faults(hows: list[str]) -> Iterator[tuple[str, Fault]]:
     kinds = itertools.cycle(OPTIMIZERS)
     for how in hows:
         for point, at in enumerate(POINTS):
             if how == "cut" and at.each > 1:
                 continue
-            for victim in range(point % every, HOSTS if how == "cut" else at.ranks, every):
+            for victim in range(at.ranks):
                 yield next(kinds), Fault(how, point, victim)  # type: ignore[arg-type]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.faults.elastic", description=__doc__.partition("\n")[0])
     parser.add_argument("--hows", default="kill,stop,cut", help="some of kill,stop,cut (default: all)")
-    parser.add_argument("--every", type=int, default=1, help="of so many victims one (default: 1)")
     parser.add_argument("--rank", nargs=4, metavar=("FOLDER", "KIND", "POINT", "VICTIM"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -151,14 +150,8 @@ def main() -> int:
         return be_rank(Path(folder), kind, int(point), int(victim))
     hows, failed, seconds = options.hows.split(","), 0, defaultdict[str, list[float]](list)
     with contextlib.ExitStack() as stack:
-        lab = None
-        if "cut" in hows:
-            try:
-                lab = stack.enter_context(NetworkLab(HOSTS))
-            except LabUnavailable as why:
-                print(f"skipped what needs the lab: {why}")
-                hows.remove("cut")
-        everything = list(faults(tuple(hows), options.every))
+        lab = lab_of(HOSTS, stack) if "cut" in hows else None
+        everything = list(faults([how for how in hows if how != "cut" or lab]))
         for number, (kind, fault) in enumerate(everything, 1):
             found = strike_host(lab, kind, fault) if fault.how == "cut" and lab else strike_ranks(kind, fault)
             problems = problems_of(found, fault)

@@ -29,7 +29,7 @@ from torch import nn
 
 import onebit
 from onebit.collectives import CollectiveError
-from tests.faults.learners import BATCH, HELD_OUT, Task
+from tests.faults.learners import BATCH, HELD_OUT, SILENT, Task
 from tests.faults.training import digest
 from tests.limits import HUNG
 
@@ -151,10 +151,10 @@ class Host:
         self.stop_heart()
         if dist.is_initialized():
             dist.destroy_process_group()
-        store, timeout = dist.PrefixStore(f"meeting {meeting}", self.store), timedelta(seconds=3 * self.task.silent)
+        store, timeout = dist.PrefixStore(f"meeting {meeting}", self.store), timedelta(seconds=3 * SILENT)
         try:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-            self.heart = onebit.Heartbeat(silent_after=self.task.silent, minimum=MINIMUM)
+            self.heart = onebit.Heartbeat(silent_after=SILENT, minimum=MINIMUM)
         except (RuntimeError, ValueError):
             return False
         return True

@@ -14,6 +14,7 @@ from onebit.collectives import CollectiveError
 
 BATCH = 48  # samples of a step, on 2, 3 or 4 hosts
 HELD_OUT = 4096
+SILENT = 2.0  # seconds after which a silent host counts as gone
 LR = 4e-3
 KINDS = ("ZeroOneAdam", "ZeroOneAdam, direct", "ZeroOneAdam, local steps", "OneBitAdam", "OneBitLamb", "AdamW")
 
@@ -36,7 +37,6 @@ class Task:
     kind: str  # of KINDS
     seed: int
     steps: int
-    silent: float = 2.0  # seconds after which a silent host counts as gone
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)

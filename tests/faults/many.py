@@ -27,7 +27,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from tests.faults.hosts import HOSTS, MINIMUM, Shown, live
-from tests.faults.learners import KINDS, Task
+from tests.faults.learners import KINDS, SILENT, Task
 from tests.limits import HUNG
 from tests.ranks import GRACE, PRELOADED
 
@@ -136,7 +136,7 @@ class Run:
 
     def replace(self) -> None:
         """Whoever was struck."""
-        for place in [place for place in self.places if time.monotonic() > place.struck + 3 * self.task.silent]:
+        for place in [place for place in self.places if time.monotonic() > place.struck + 3 * SILENT]:
             self.places.remove(place)
             place.process.kill()
             place.process.join()
@@ -228,12 +228,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3, help="of each kind of run (default: 3)")
-    parser.add_argument("--silent", type=float, default=2.0, help="seconds after which a silent host counts as gone")
     options = parser.parse_args()
 
     def loss(kind: str, faults: int, seed: int) -> float:
-        task = Task(kind, seed, options.steps, silent=options.silent)
-        outcome = Run(task, plan_of(faults, options.steps, seed)).run()
+        outcome = Run(Task(kind, seed, options.steps), plan_of(faults, options.steps, seed)).run()
         print(f"{kind:12} seed {seed}, {outcome}", flush=True)
         return outcome.held_out
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import tempfile
 import zlib
@@ -155,10 +154,9 @@ def draw(kind: str, ranks: list[Record], axes: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.faults.poisoned")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the plot and the record")
     options = parser.parse_args()
     panels: list[plots.Draw] = []
-    record: dict[str, Any] = {}
+    failed = False
     for kind in OPTIMIZERS:
         ranks, wrong = run(Plan(kind, options.steps))
         one = ranks[0]
@@ -169,13 +167,10 @@ def main() -> int:
             flush=True,
         )
         panels.append(functools.partial(draw, kind, ranks))
-        residuals = {"step": one.steps, "ranks": [[round(x, 5) for x in r.residuals] for r in ranks]}
-        counts = {"steps": options.steps, "skipped": one.skipped, "resumed": one.resumed}
-        record[kind] = {**counts, "residuals": residuals, "problems": wrong}
+        failed |= bool(wrong)
     title = "4 ranks, 5 % of the steps poisoned, resumed every 200"
-    plots.save(options.out / "reliability-poisoned.png", panels, title)
-    (options.out / "reliability-poisoned.json").write_text(json.dumps(record) + "\n")
-    return int(any(of["problems"] for of in record.values()))
+    plots.save(RESULTS / "reliability-poisoned.png", panels, title)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
+from perf.lab.network import LabUnavailable, NetworkLab
 from tests.limits import HUNG
 
 How = Literal["kill", "stop", "cut", "orphan"]  # the last: killed, with a child that holds what the process had open
@@ -160,7 +162,16 @@ def strike_of(how: How, folder: Path) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
-def cut_off(lab: Any, run: Any, folder: Path, victim: int) -> None:
+def lab_of(hosts: int, stack: ExitStack) -> NetworkLab | None:
+    """A network lab until the stack is closed; None where this machine can't hold one."""
+    try:
+        return stack.enter_context(NetworkLab(hosts))
+    except LabUnavailable as why:
+        print(f"skipped what needs the lab: {why}")
+        return None
+
+
+def cut_off(lab: NetworkLab, run: Any, folder: Path, victim: int) -> None:
     """Take the link down when the rank has come to that point, and let all ranks come to their end."""
     try:
         stop = time.monotonic() + HUNG

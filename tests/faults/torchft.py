@@ -22,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from perf.train_step.torchft import manager_of
 from tests.faults.training import case_of
 from tests.ranks import run_ranks_once
 
 PATIENCE = timedelta(seconds=60)
+PATIENT = {"timeout": PATIENCE, "quorum_timeout": PATIENCE}
 TIMES, STRUCK, VICTIM = 3, 9, 1
 
 
@@ -41,24 +43,11 @@ def lighthouse(**options: Any) -> Iterator[str]:
         server.shutdown()
 
 
-def manager_of(name: int, address: str, pg: Any, **options: Any) -> Any:
-    """Of a replica of one process."""
-    from torchft.manager import Manager
-
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    own = {"rank": 0, "world_size": 1, "store_addr": "127.0.0.1", "store_port": store.port, "hostname": "127.0.0.1"}
-    patience = {"timeout": PATIENCE, "quorum_timeout": PATIENCE}
-    functions: dict[str, Any] = {"load_state_dict": None, "state_dict": None, "use_async_quorum": False}
-    given = {**own, **patience, **functions, "min_replica_size": 2, **options}
-    manager = Manager(pg, lighthouse_addr=address, replica_id=str(name), **given)
-    manager.store = store  # as long as the manager
-    return manager
-
-
 def wrapped(name: int, address: str, optimizer: Any, silent: float = 60.0, **options: Any) -> Any:
     from onebit.integrations.torchft import OptimizerWrapper, QuorumGroup
 
-    return OptimizerWrapper(manager_of(name, address, QuorumGroup(timedelta(seconds=silent)), **options), optimizer)
+    group = QuorumGroup(timedelta(seconds=silent))
+    return OptimizerWrapper(manager_of(name, address, group, **{**PATIENT, **options}), optimizer)
 
 
 class Theirs:
@@ -69,7 +58,7 @@ class Theirs:
         from torchft.process_group import ProcessGroupGloo
 
         self.params, optimizer = params, torch.optim.AdamW(params)
-        self.manager = manager_of(name, address, ProcessGroupGloo(PATIENCE))
+        self.manager = manager_of(name, address, ProcessGroupGloo(PATIENCE), **PATIENT)
         self.wrapper = OptimizerWrapper(self.manager, optimizer)
         self.manager.register_state_dict_fn("optimizer", optimizer.load_state_dict, optimizer.state_dict)
         self.zero_grad = self.wrapper.zero_grad

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import sys
@@ -71,22 +72,16 @@ class Fuzzer:
         self.outcomes[name, outcome] += 1
         return None
 
-    def run(self, numbers: Iterable[int], until: float = float("inf")) -> list[str]:
+    def run(self, numbers: Iterable[int]) -> list[str]:
         """What was wrong, at most a few."""
-        found: list[str] = []
-        for number in numbers:
-            if time.monotonic() > until or len(found) >= 5:
-                break
-            if (wrong := self.case(number)) is not None:
-                found.append(wrong)
-        return found
+        return list(itertools.islice(filter(None, map(self.case, numbers)), 5))
 
 
 def again(number: int, name: str, seed: int) -> str:
     return f"case {number} of {name} (python -m tests.fuzz --only {name} --seed {seed} --first {number} --cases 1)"
 
 
-def work(numbers: range, fuzzer: Fuzzer, seconds: float, at: Any, place: int, pipe: Connection) -> None:
+def work(numbers: range, fuzzer: Fuzzer, at: Any, place: int, pipe: Connection) -> None:
     """Some cases, in a process of its own, which ends where one of them hangs."""
     torch.set_num_threads(1)
     faulthandler.enable()
@@ -98,14 +93,13 @@ def work(numbers: range, fuzzer: Fuzzer, seconds: float, at: Any, place: int, pi
             yield number
         faulthandler.cancel_dump_traceback_later()
 
-    found = fuzzer.run(counted(), time.monotonic() + seconds)
+    found = fuzzer.run(counted())
     pipe.send((fuzzer.outcomes, found))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=100_000, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then (default: when all is done)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--first", type=int, default=0, help="number of the first case, to run one again")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: %(default)s)")
@@ -120,7 +114,7 @@ def main() -> int:
         ours, theirs = context.Pipe()
         numbers = range(given.first + job, given.first + given.cases, jobs)
         fuzzer = Fuzzer(given.seed, given.only, TARGETS)
-        process = context.Process(target=work, args=(numbers, fuzzer, given.seconds, at, job, theirs))
+        process = context.Process(target=work, args=(numbers, fuzzer, at, job, theirs))
         process.start()
         theirs.close()
         running.append((process, ours))

@@ -16,7 +16,7 @@ from onebit.cli.progress import Progress
 from perf import plots
 from perf.all_reduce import benchmark, measure
 from perf.all_reduce.measure import DIRECT, KINDS, ONE_BIT, TWO_LEVELS, Row
-from perf.all_reduce.plots import plot, plot_levels
+from perf.all_reduce.plots import plot
 from perf.all_reduce.report import LEVELS, STANDARD, table
 from perf.all_reduce.targets import targets
 from perf.lab import processes
@@ -51,7 +51,7 @@ NODES += [node_row("fp16", 0.14, 14.7e6), node_row("bf16", 0.14, 14.7e6)]
 @pytest.mark.timeout(1200)  # four ranks share the cores with other tests
 def test_a_host_of_two_sends_half_of_what_its_ranks_would(lab_available, tmp_path, monkeypatch):
     """Over a host's link, by the interfaces' counters: with one level 2 bits an element, of which half are replies;
-    with two levels 1. A table, a record and a plot."""
+    with two levels 1. A table and a record."""
     monkeypatch.setattr(processes, "subprocess", forked)
     n = 2**20  # one level's replies are short enough to go straight to their receivers
     options = ["--each=2", f"--elements={n}", "--chunks=1", "--rates=1gbit", "--repeats=2", f"--out={tmp_path / 'new'}"]
@@ -76,8 +76,6 @@ def test_a_host_of_two_sends_half_of_what_its_ranks_would(lab_available, tmp_pat
     for r in rows.values():
         assert (r["hosts"], r["each"], r["rate"], r["elements"], len(r["calls"])) == (2, 2, "1gbit", n, 2)
         assert min(r["calls"]) <= r["seconds"] <= max(r["calls"])
-    pytest.importorskip("matplotlib")
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.netlab
@@ -147,15 +145,9 @@ def test_plots_show_every_rate_and_what_is_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(plots, "lines", lines)
     rates, sizes = {"100mbit": 0.1, "1gbit": 1.0}, (2**21, 2**22)
-    of_nodes = [replace(r, rate=rate, elements=n) for n in sizes for rate in rates for r in NODES]
-    assert plot_levels(of_nodes, "nodes", tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    for n in ("2,097,152", "4,194,304"):
-        for name, milliseconds in (("fp32", 270), ("1 bit, one level", 70), ("1 bit, two levels", 140)):
-            points = [(at, pytest.approx(milliseconds)) for at in rates.values()]
-            assert shown[f"2 hosts of 4 ranks, {n} elements"][name] == points
     networks = [(hosts, rate, n) for hosts in (2, 4) for rate in (*rates, "unshaped") for n in sizes]
     many = [replace(r, hosts=hosts, rate=rate, elements=n) for r in FAST for hosts, rate, n in networks]
-    plot(many, "all", tmp_path / "all.png")
+    assert plot(many, "all", tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
     assert shown["Time, 4 ranks, 1gbit"]["fp32"] == [(n, pytest.approx(1260)) for n in sizes]
     faster = [(at, pytest.approx(5.6)) for at in rates.values()]
     assert shown["Speed-up, 4,194,304 elements"]["fp16, 2 hosts"] == faster

@@ -22,7 +22,6 @@ from perf.lab import network
 from perf.lab.namespaces import LabUnavailable
 from perf.methods import command as methods
 from perf.records import RESULTS, read_record
-from perf.summary import summary
 from perf.targets import Target, as_json, targets_of
 from perf.train_step import benchmark as train_step
 from perf.train_step import report
@@ -42,8 +41,7 @@ folder = pathlib.Path(sys.argv[-1].removeprefix("--out="))
 @pytest.mark.parametrize(
     ("main", "arguments", "says"),
     [
-        (all_reduce.main, "--lab --hosts=1", "not a number of hosts: give 2 to 64"),
-        (all_reduce.main, "--lab --hosts=two", "not a number of hosts"),
+        (all_reduce.main, "--lab --hosts=1", "a network lab has 2 to 64 hosts"),
         (all_reduce.main, "--lab --rates=1gbyte", "'1gbyte' is no link: write a rate from 1mbit to 100gbit"),
         (all_reduce.main, "--elements=2**20,many", "'many' is not a whole number"),
         (all_reduce.main, "--chunks=0", "'0' is not a whole number from 1"),
@@ -60,7 +58,6 @@ folder = pathlib.Path(sys.argv[-1].removeprefix("--out="))
         (train_step.main, "--lab --train --clip=nan", "--clip"),
         (train_step.main, "--device=cpu", "start it with torchrun, or give it --lab"),
         (kernels.main, "--device=toaster", "toaster"),
-        (methods.main, "--models=huge", "huge"),
         (methods.main, "--report --out=.", "measure first"),
         (study.main, "--tasks=poems", "'poems' is no task: choose among"),
         (study.main, "--report --out=.", "there are no runs in '.': leave --report out"),
@@ -120,7 +117,6 @@ def test_targets_are_read_from_the_record_that_a_section_writes(sections, tmp_pa
     record = json.loads((out / "bench.json").read_text())
     assert [(t["measured"], t["met"]) for t in record["targets"]] == [(4.0, True), (27.9, False)]
     assert record["missing"] == {}
-    assert bench.main(["--out", str(out), "--check"]) == 1
 
 
 def test_a_section_that_cannot_run_here_is_said_and_one_that_fails_is_an_error(sections, tmp_path, capsys):
@@ -134,7 +130,6 @@ def test_a_section_that_cannot_run_here_is_said_and_one_that_fails_is_an_error(s
         assert f"first      not measured: {says}" in capsys.readouterr().out
     sections(first="import sys; sys.exit(2)", second=WRITES)
     assert bench.main(["--out", str(tmp_path)]) == 0 and "4.0  met" in capsys.readouterr().out
-    assert bench.main(["--out", str(tmp_path), "--check"]) == 1
 
 
 def test_sections_that_are_not_run_keep_their_targets_on_the_same_machine(sections, tmp_path, monkeypatch):
@@ -163,13 +158,13 @@ def run(*arguments, python=sys.executable):
 
 def test_stages_are_rehearsed_and_leave_their_records(tmp_path):
     with forked.python() as python:
-        stages = ("check", "kernels", "ranks", "step", "profile", "summary")
+        stages = ("check", "kernels", "ranks", "step", "profile")
         done = run("--rehearse", "--out", tmp_path, *stages, python=python)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     ended = (tmp_path / "gpu-stages.txt").read_text()
-    assert ended.count("exit 0") == ended.count("\n") >= 6
+    assert ended.count("exit 0") == ended.count("\n") >= 5
     names = " ".join(path.name for path in tmp_path.rglob("*"))
-    assert all(each in names for each in ("bf16", "train_step", "profile", "trace")), names
+    assert all(each in names for each in ("bf16", "train_step", "profile")), names
 
 
 def test_checks_measure_no_kernel_and_a_wrong_stage_or_no_gpu_is_an_error(tmp_path):
@@ -187,16 +182,6 @@ def test_checks_measure_no_kernel_and_a_wrong_stage_or_no_gpu_is_an_error(tmp_pa
         assert done.returncode == 2 and "no GPU" in done.stderr
 
 
-def test_the_summary_has_what_was_missed(tmp_path):
-    made = [Target("as fast as x", reached, 2.0, at_most) for reached in (1.5, 2.5) for at_most in (False, True)]
-    (tmp_path / "a.json").write_text(json.dumps({"targets": as_json(made)}))
-    (tmp_path / "b.json").write_text("{}")
-    missed = ["1.50 times as fast as x, to reach 2: missed", "2.5 as fast as x, at most 2: missed"]
-    assert summary(tmp_path) == "\n    ".join(["a.json: 2 of 4 met", *missed])
-    assert "no record" in summary(tmp_path / "none")
-    assert "of 8 met" in summary(RESULTS)
-
-
 def of_all_reduce(path):
     return targets.targets([Row.of(row) for row in read_record(path)["rows"]])
 
@@ -206,7 +191,7 @@ def of_train_step(path):
     return report.targets(record.rows, record.runs)
 
 
-@pytest.mark.parametrize("of, name, least", [(of_all_reduce, "all_reduce", 34), (of_train_step, "train_step", 28)])
+@pytest.mark.parametrize("of, name, least", [(of_all_reduce, "all_reduce", 32), (of_train_step, "train_step", 19)])
 def test_the_records_have_the_targets_of_their_rows(of, name, least):
     """Of every network that was measured: those that its rows speak of, and no other."""
     seen = 0
@@ -226,5 +211,7 @@ def test_a_row_of_the_table_says_what_its_section_says(at_most):
         target = Target("as long", reached, 1.1, at_most)
         (row,) = targets_of({"targets": as_json([target])})
         assert row == target and row.met == ((reached > 1.1) != at_most)
+        assert ("at most" if at_most else "to reach") in str(target)
         for text in (bench.table([("step", row)], {}), str(target)):
             assert text.endswith("met" if row.met else "missed") and ("times as long" in text) != at_most
+            assert f"{reached}" in text

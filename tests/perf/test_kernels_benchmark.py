@@ -15,20 +15,15 @@ from perf.targets import targets_of
 from tests.test_structure import ROOT
 
 
-def test_a_run_writes_a_table_a_record_and_a_plot(tmp_path, capsys):
-    arguments = ["--device=cpu", "--elements=5000", "--threads=2", "--repeats=2", f"--out={tmp_path / 'new'}"]
-    before = torch.get_num_threads()
-    try:
-        assert (benchmark.main(arguments), torch.get_num_threads()) == (0, 2)
-    finally:
-        torch.set_num_threads(before)
+def test_a_run_writes_a_table_and_a_record(tmp_path, capsys):
+    assert benchmark.main(["--device=cpu", "--elements=5000", "--repeats=2", f"--out={tmp_path / 'new'}"]) == 0
     text = capsys.readouterr().out
     (record_path,) = (tmp_path / "new").glob("*.json")
     assert str(record_path) in text
     record = json.loads(record_path.read_text())
     assert [row["name"] for row in record["passes"]] == list(PASSES)
     assert all(name in text for name in PASSES)
-    assert record["threads"] == 2 and record["elements"] == 5000
+    assert record["threads"] == 1 and record["elements"] == 5000
     assert record["versions"]["torch"] == torch.__version__
     assert record["device"] and record["cpu"] and record["copy_gb_per_s"] > 0
     nbytes = {row["name"]: row["bytes"] for row in record["passes"]}
@@ -39,8 +34,6 @@ def test_a_run_writes_a_table_a_record_and_a_plot(tmp_path, capsys):
         assert row["percent_of_copy"] == pytest.approx(100 * row["gb_per_s"] / record["copy_gb_per_s"])
         assert row["target_percent"] is None  # targets count at full size only
     assert targets_of(record) == []
-    pytest.importorskip("matplotlib")
-    assert record_path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_targets_are_the_standard_runs(monkeypatch):
@@ -58,7 +51,7 @@ def test_targets_are_the_standard_runs(monkeypatch):
 def test_records_of_other_settings_have_other_names():
     cpu = torch.device("cpu")
     settings = [benchmark.Setting(cpu, *of) for of in ((2**24,), (2**20,), (2**24, torch.bfloat16))]
-    names = [*(benchmark.record_name(each, 1) for each in settings), benchmark.record_name(settings[0], 2)]
+    names = [benchmark.record_name(each) for each in settings]
     assert len(set(names)) == len(names)
     assert all(name.startswith(names[0]) and name.replace("-", "").isalnum() for name in names)
 
@@ -102,16 +95,12 @@ def test_the_local_step_on_a_gpu():
     assert "adamw" in local_step.table(step)
 
 
-def test_the_bytes_of_a_step_are_those_of_its_passes_and_what_lies_between():
-    """By hand: scan 4, compress 12.25, update 12.125, and on an eighth E 8, 8 messages and the reply."""
-    rows = dict(step_bytes.rows(8))
+def test_the_bytes_of_a_step_are_on_the_page():
+    """1-bit Adam's stage 2, by hand: scan 4, compress 12.25, update 12.125, on an eighth E 8, 8 messages, the reply."""
+    table = step_bytes.table()
+    assert table in (ROOT / "docs/performance.md").read_text()
     plain = 4 + 12.25 + 12.125 + (8 + 8 / 8 + 1 / 8) / 8
-    assert rows["1-bit Adam, stage 2, with DDP or without"] == pytest.approx(plain)
-    assert rows["1-bit Adam, stage 2, `overlap=True`"] - plain == pytest.approx(4 + 4 / 8 + 2 * (1 / 64 + 1 / 8))
-    assert rows["1-bit Adam, stage 1, without DDP"] == rows["1-bit Adam, stage 1, under DDP"] == 4 + 28 + 16
-    assert step_bytes.table() in (ROOT / "docs/performance.md").read_text()
-    direct = dict(step_bytes.rows(2, direct=True))
-    assert direct["1-bit Adam, stage 2, with DDP or without"] == pytest.approx(4 + 8 + 4 + 1 / 8 + 2 / 8 + 12 + 2 / 8)
+    assert f"| 1-bit Adam, stage 2, with DDP or without | {plain:.1f} |" in table
 
 
 SMALL = {"large": ("a few elements", [3000, 5]), "many": ("some tensors", [20] * 10)}

@@ -65,8 +65,8 @@ def test_it_says_what_is_missing(monkeypatch):
     refuses("no ip and no tc on PATH: install iproute2")
     monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", lambda path: "Name:\tpython\nCapEff:\t0000000000001000\n")
-        refuses("lacks CAP_SYS_ADMIN: run it as root")
+        patch.setattr(os, "geteuid", lambda: 1000)
+        refuses("makes network namespaces: run it as root")
 
     def execute(*argv, lines=()):
         if "-batch" in argv:
@@ -137,18 +137,8 @@ def test_ranks_know_their_host_and_are_a_group_until_one_fails(nodes, script):
         assert said[0] == f"place {rank} 4 {rank % 2} 2 {rank // 2}"
         assert f"sum 6.0 1 {nodes.bridge}-{rank // 2}" in said
     for after, first in zip(nodes.bytes_sent(), before, strict=True):
-        assert 4e6 * 2 * 3 / 4 < after - first < 4e6 * 2 * 3 / 4 * 1.1  # a ring of four ranks enters a host once
+        assert 4e6 * 2 * 3 / 4 < after - first < 4e6 * 2 * 3 / 4 * 1.1
     assert not pids_on(nodes.namespaces)
-
-
-@pytest.mark.netlab
-def test_what_stays_in_a_host_is_not_counted(nodes, script):
-    """A megabyte to rank 0's address from rank 1, which is on its host, and from rank 3, which is not."""
-    body = "if rank % 2:\n    send(0, 1_000_000)\nelif rank == 0:\n    print(count(listen(), 2))\n"
-    before = nodes.bytes_sent()
-    assert nodes.run(script(body), timeout=HUNG)[0].output == "2000000\n"
-    sent = [after - first for after, first in zip(nodes.bytes_sent(), before, strict=True)]
-    assert sent[0] < 100_000 and 1_000_000 < sent[1] < 1_050_000
 
 
 @pytest.mark.netlab

@@ -37,7 +37,6 @@ class Machine:
         shared_bytes: int = 0,
         first_program: int = 0,
         order: str = "forward",
-        seed: int = 0,
         doubted: Doubted | None = None,
     ) -> None:
         missing = len(kernel.parameters) - len(arguments)  # Triton's own, which these kernels do not use
@@ -46,7 +45,7 @@ class Machine:
         launched = Launched(kernel, named, memory, self.recorder, warps, shared_bytes, first_program)
         self.programs = [Program(launched, number) for number in range(programs)]
         self.all = [warp for program in self.programs for warp in program.warps]
-        self.steps, self.order, self.random = steps_of(kernel), order, random.Random(seed)
+        self.steps, self.order, self.random = steps_of(kernel), order, random.Random(0)
 
     @property
     def executed(self) -> int:

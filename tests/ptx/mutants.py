@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -82,32 +81,6 @@ def kernels_of(each: str, variant: Variant) -> dict[str, Compiled]:
     return found
 
 
-def how_found(mutant: Mutant, compiled: Compiled, each: str, variant: Variant) -> str:
-    """What the emulator says of a mutant in the first order in which it says anything; or nothing."""
-    mutated = compiled.with_text(mutant.applied(compiled.ptx))
-    for order in ORDERS:
-        outcome = run_pass(each, variant, order, lambda other: mutated if other.ptx == compiled.ptx else other)
-        if outcome.problems:
-            return by_what(next(iter(outcome.problems)))
-        if outcome.unused:
-            return "race for a value that nothing uses"
-    return ""
-
-
-def by_what(problem: str) -> str:
-    words = {"race": "race", "bounds": "bad access", "misaligned": "bad access", "barrier": "barrier"}
-    return next((name for word, name in words.items() if word in problem), "result")
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A mutant, and how it was found: "" if it was not."""
-
-    mutant: Mutant
-    of: str
-    how: str
-
-
 @dataclass(frozen=True)
 class Trial:
     """A mutant, and the pass of a variant that is to find it."""
@@ -118,8 +91,15 @@ class Trial:
     variant: Variant
     of: str
 
-    def run(self) -> Tried:
-        return Tried(self.mutant, self.of, how_found(self.mutant, self.compiled, self.each, self.variant))
+    def finds(self) -> bool:
+        """Whether the emulator says anything of it in any order."""
+        ptx = self.compiled.ptx
+        mutated = self.compiled.with_text(self.mutant.applied(ptx))
+        outcomes = (
+            run_pass(self.each, self.variant, order, lambda other: mutated if other.ptx == ptx else other)
+            for order in ORDERS
+        )
+        return any(outcome.problems or outcome.unused for outcome in outcomes)
 
 
 def trials() -> Iterator[Trial]:
@@ -135,16 +115,14 @@ def trials() -> Iterator[Trial]:
 
 def report(jobs: int) -> int:
     """A row for each kind of fault, and below them what was not found."""
-    progress = Progress()
-    all_tried = list(in_turn(Trial.run, list(trials()), jobs, progress))
+    progress, tried = Progress(), list(trials())
+    found = list(in_turn(Trial.finds, tried, jobs, progress))
     progress.clear()
     for kind in KINDS:
-        made = [each.how for each in all_tried if each.mutant.kind == kind]
-        how = Counter(filter(None, made))
-        said = ", ".join(f"{name} {count}" for name, count in how.most_common())
-        print(f"{kind:8} {how.total():4} of {len(made):4} found, {how.total() / max(len(made), 1):.0%}: {said}")
+        made = [each for trial, each in zip(tried, found, strict=True) if trial.mutant.kind == kind]
+        print(f"{kind:8} {sum(made):4} of {len(made):4} found, {sum(made) / max(len(made), 1):.0%}")
     print("Not found:")
-    for each in all_tried:
-        if not each.how:
-            print(f"    {each.mutant.kind}: {each.of}")
+    for trial, each in zip(tried, found, strict=True):
+        if not each:
+            print(f"    {trial.mutant.kind}: {trial.of}")
     return 0

@@ -56,7 +56,6 @@ def execute(
     compiled: Compiled,
     *,
     order: str = "forward",
-    seed: int = 0,
     first_program: int = 0,
 ) -> Done:
     """Run a launch in place, its programs from one on. `pointed`: the tensors that its tables of addresses point to."""
@@ -73,7 +72,6 @@ def execute(
             shared_bytes=compiled.shared_bytes,
             first_program=first_program,
             order=order,
-            seed=seed,
             doubted=doubted,
         )
 

@@ -1,6 +1,6 @@
 """What counts as a fault in a kernel's text, one of each kind."""
 
-from tests.ptx.mutants import SOME, by_what, mutants_of
+from tests.ptx.mutants import SOME, mutants_of
 
 TEXT = """
     bar.sync 	0;
@@ -30,9 +30,3 @@ def test_each_kind_of_fault_is_put_in_and_changes_nothing_else():
     assert mutants[4].line(TEXT) == "min.s64 %rd2, %rd36, %rd37;"
     assert [m.kind for m in mutants_of(20 * TEXT)].count("barrier") == 40
     assert [m.kind for m in mutants_of(20 * TEXT)].count("mask") == SOME
-
-
-def test_a_problem_is_told_by_its_first_words():
-    told = {"race between warps": "race", "Fault: out of bounds": "bad access", "Fault: a barrier that": "barrier"}
-    assert {problem: by_what(problem) for problem in told} == told
-    assert by_what("AssertionError: 3 of 5 differ") == "result"
