@@ -54,6 +54,8 @@ class FreezeRule:
                 f"FreezeRule: window={self.window!r}: it is the number of steps between the two variances that are "
                 f"compared, 1 or more; None takes 1 / (1 - beta2)"
             )
+        object.__setattr__(self, "threshold", float(self.threshold))  # NumPy's numbers become Python's
+        object.__setattr__(self, "window", None if self.window is None else int(self.window))
 
 
 class StageRule:
