@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.flags import MOST_ELEMENTS
@@ -77,6 +78,14 @@ class Chunking:
         if int(chunks) > 0:
             return int(chunks)
         seconds = self.measure(options)
+        if len(seconds) < len(options):
+            best = min(seconds, key=lambda c: (seconds[c], c), default=1)
+            if everyone.rank == 0:
+                logger.warning(
+                    "Pipelining over %d chunks: a rank has no memory left beside the model to measure more. Pass "
+                    "chunks=N, or run `onebit tune` before the next run", best,
+                )  # fmt: skip
+            return best
         best, _ = self.save(seconds)
         if everyone.rank == 0:
             table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
@@ -84,29 +93,46 @@ class Chunking:
         return best
 
     def measure(self, options: Sequence[int], dtype: torch.dtype = torch.float32) -> dict[int, float]:
-        """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks."""
-        numel, everyone = min(self.numel, _MOST_ELEMENTS), self.topology.copies
-        source = torch.Generator(self.device).manual_seed(everyone.rank)
-        tensor = torch.randn(numel, generator=source, device=self.device).to(dtype)
-        flags = torch.zeros(1, dtype=torch.int32, device=self.device)
-        hyper = hyper_table([Hyper()], self.device)
-        ranks, seconds = shards_of(self.topology, self.way), {}
+        """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks. It ends at the
+        first for which a rank has no memory left beside the model."""
+        everyone, seconds = self.topology.copies, {}
+        tensor: Tensor | None = None
         for chunks in options:
-            layout = Layout([numel], block_size=self.block_size, ranks=ranks, chunks=chunks)
-            exchange = self.way(self.topology, layout, self.device, self.scale, self.norm)
-            x = Pointers.to(layout, [tensor])
-
-            def step(exchange: Exchange = exchange, x: Pointers = x) -> None:
-                backend = exchange.backend
-                replies = exchange.run(
-                    lambda c: backend.run(
-                        Compress(c.slice, Gradients(x, hyper, flags), momentum=None, residual=c.residual, out=c.sent)
-                    )
-                )
-                backend.run(Decode(exchange.layout.all(), replies, x))  # in the place of the update, after all chunks
-
+            step, short = None, torch.zeros(1, dtype=torch.int32, device=self.device)
+            try:
+                tensor = self._drawn(dtype) if tensor is None else tensor
+                step = self._step(chunks, tensor)
+            except RuntimeError as error:
+                logger.debug("No exchange over %d chunks is measured: %s", chunks, error)
+                short.fill_(1)
+            everyone.all_max(short, "comparing who has memory to measure with (all-reduce of one number)")
+            if step is None or int(short):
+                break
             seconds[chunks] = _slowest(everyone, self.device, step)
         return seconds
+
+    def _drawn(self, dtype: torch.dtype) -> Tensor:
+        source = torch.Generator(self.device).manual_seed(self.topology.copies.rank)
+        return torch.randn(min(self.numel, _MOST_ELEMENTS), generator=source, device=self.device).to(dtype)
+
+    def _step(self, chunks: int, tensor: Tensor) -> Callable[[], None]:
+        """An exchange, and what is done before and after. Without communication: all memory that it needs is there."""
+        flags = torch.zeros(1, dtype=torch.int32, device=self.device)
+        hyper = hyper_table([Hyper()], self.device)
+        ranks = shards_of(self.topology, self.way)
+        layout = Layout([tensor.numel()], block_size=self.block_size, ranks=ranks, chunks=chunks)
+        exchange = self.way(self.topology, layout, self.device, self.scale, self.norm)
+        backend, x = exchange.backend, Pointers.to(layout, [tensor])
+
+        def step() -> None:
+            replies = exchange.run(
+                lambda c: backend.run(
+                    Compress(c.slice, Gradients(x, hyper, flags), momentum=None, residual=c.residual, out=c.sent)
+                )
+            )
+            backend.run(Decode(exchange.layout.all(), replies, x))  # in the place of the update, after all chunks
+
+        return step
 
     def save(self, seconds: dict[int, float]) -> tuple[int, bool]:
         """The fastest, the fewest of equally fast ones; rank 0 writes it to its cache, for all. Whether it could. A

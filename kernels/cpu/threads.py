@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -42,10 +42,14 @@ def over_blocks(loop: Loop, span: Span, found: Mapping[str, Any], scratch_blocks
     runs = [
         (tiles.Run(cuts[i], cuts[i + 1], scratch.ctypes.data + i * size, *whole[3:]), *arguments) for i in range(parts)
     ]
-    waiting = [_submitted(loop, run, parts - 1) for run in runs[1:]]
-    loop(*runs[0])
-    for future in waiting:
-        future.result()
+    waiting = [_submitted(loop, run, parts - 1, (scratch, found)) for run in runs[1:]]
+    try:
+        loop(*runs[0])
+        for future in waiting:
+            future.result()
+    except BaseException:  # of a signal: the other threads still write to the pass's tensors
+        wait(waiting)
+        raise
 
 
 def one_loop(loop: Loop, scratch_blocks: int = 0) -> Callable[[Pass], None]:
@@ -91,9 +95,10 @@ def _number(value: Any) -> float:
     return int(value or 0) if value is None or isinstance(value, bool) else value
 
 
-def _submitted(loop: Loop, run: tuple[Any, ...], workers: int) -> Future[None]:
+def _submitted(loop: Loop, run: tuple[Any, ...], workers: int, memory: Any) -> Future[None]:
+    """memory: what the loop reads and writes, which stays until it has ended, even if nobody waits for it."""
     with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-        return _threads(workers).submit(loop, *run)
+        return _threads(workers).submit(lambda _: loop(*run), memory)
     loop(*run)
     done: Future[None] = Future()
     done.set_result(None)

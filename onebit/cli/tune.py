@@ -93,6 +93,8 @@ def _tune_chunks(arguments: argparse.Namespace, device: torch.device, progress: 
         progress.show(f"[{i}/{len(options)}] measuring {chunks} chunks")
         seconds |= chunking.measure([chunks], dtype)
     progress.clear()
+    if len(seconds) < len(options):
+        raise CommandError(f"a rank has not enough memory for {elements:,} elements: use a smaller --elements")
     best, saved = chunking.save(seconds)
     for chunks, each in seconds.items():
         _write(f"  chunks {chunks:<3}{each * 1e3:10.1f} ms{MARK if chunks == best else ''}")

@@ -18,7 +18,7 @@ from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.passes import AdamUpdate, AdamWarmup, Gradients, Parameters, Scan
 from onebit.optim.algorithm import Algorithm
-from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
+from onebit.optim.fields import JOINED, MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule, VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
@@ -31,7 +31,7 @@ DENOMINATOR = Field("denominator", values="non-negative")
 class Adam(Algorithm):
     """The two updates of 1-bit Adam."""
 
-    stage_1: tuple[Field, ...] = (MOMENTUM, VARIANCE)
+    stage_1: tuple[Field, ...] = (MOMENTUM, VARIANCE, JOINED)
     stage_2: tuple[Field, ...] = (RESIDUAL, DENOMINATOR, USUAL)
     shortened_to = 2.0
 

@@ -42,6 +42,8 @@ MOMENTUM = Field("exp_avg")
 FIRST_MOMENTUM = Field("first_momentum", required=False, always=False)  # until the first compressed step was taken
 RESIDUAL = Field("residual", per="slice", same_on_all_ranks=False)
 VARIANCE = Field("exp_avg_sq", values="non-negative", shown_as="variance_norm")
+JOINED = Field("joined_after_step", per="parameter", values="whole", required=False, always=False)
+"""Of stage 1 where parameters were added to a run: how many steps had been taken before each."""
 LEAST_ROOT = Field("least_root", per="parameter", values="non-negative")  # of a variance in use
 ROOT_AT_ZERO = Field("root_at_zero", per="parameter", values="non-negative")  # where the variance is 0
 MASTER = Field("master", values="any", required=False, always=False)  # fp32 copy of 16-bit parameters

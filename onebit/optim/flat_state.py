@@ -73,7 +73,7 @@ class FlatState:
         self._use(self._cut(1))
         self.parameters = Pointers(self.layout, self.device, self.dtype, "parameter")
         self.gradients = Pointers(self.layout, self.device, self.dtype, "gradient")
-        self._parameter_versions: list[int] = []  # after the last step
+        self._after_step: list[tuple[int, int]] = []  # of every parameter its version, and where it lies
         self.fields: dict[str, Field] = {}
         self._tensors: dict[str, Tensor] = {}
         self.scratch: dict[str, Tensor] = {}  # what passes work in, made for the present layout
@@ -256,25 +256,26 @@ class FlatState:
 
     def bind_tensors(self) -> None:
         """To the parameters and gradients as they lie now. What was written to a 16-bit parameter since the last step
-        (a mask, a clipped weight, other weights) is taken over into the master copy."""
+        (a mask, a clipped weight, other weights) is taken over into the master copy; other elements keep theirs."""
         values = self.values_now()
-        if MASTER.name in self:
-            for i, (p, version) in enumerate(zip(values, self._parameter_versions, strict=False)):
-                if p._version != version:
-                    self.view(MASTER.name, i).copy_(p.detach())
         self.parameters.bind_tensors(self.stored(values))
+        if MASTER.name in self:
+            for i, (p, before) in enumerate(zip(values, self._after_step, strict=False)):
+                if _place_of(p) != before:
+                    master = self.view(MASTER.name, i)
+                    master.copy_(torch.where(master.to(p.dtype) == p.detach(), master, p.detach().float()))
         self.gradients.bind_tensors(self.stored(self.gradients_now()))
 
     def release_gradients(self) -> None:
         """Keep no gradient alive until the next step."""
         self.gradients.release()
         if MASTER.name in self:
-            self._parameter_versions = [p._version for p in self.values_now()]
+            self._after_step = list(map(_place_of, self.values_now()))
 
     def parameters_were_written(self) -> None:
         """By the optimizer: autograd learns of it, and it counts as no change by the user."""
         written_by_address([*self.values_now(), *(self.params if self._sharded else ())])
-        self._parameter_versions = [version + 1 for version in self._parameter_versions]
+        self._after_step = [(version + 1, address) for version, address in self._after_step]
 
     def copy_parameters_to_master(self) -> None:
         if MASTER.name in self:
@@ -297,6 +298,11 @@ class FlatState:
         """And make its table now, in this stream: the first pass may run in another, whose memory it would be."""
         self.layout = layout
         layout.table(self.device)
+
+
+def _place_of(parameter: Tensor) -> tuple[int, int]:
+    """Its version and address, one of which is another when it was written to."""
+    return parameter._version, parameter.data_ptr()
 
 
 def _size(spans: Sequence[Span]) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor
 from onebit.kernels.data.checks import is_finite, is_whole
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.log import tell
+from onebit.optim.fields import JOINED, VARIANCE
 from onebit.optim.flat_state import FlatState
 from onebit.warning import warn
 
@@ -53,6 +54,8 @@ class FreezeRule:
                 f"FreezeRule: window={self.window!r}: it is the number of steps between the two variances that are "
                 f"compared, 1 or more; None takes 1 / (1 - beta2)"
             )
+        object.__setattr__(self, "threshold", float(self.threshold))  # NumPy's numbers become Python's
+        object.__setattr__(self, "window", None if self.window is None else int(self.window))
 
 
 class StageRule:
@@ -149,6 +152,16 @@ def check_variance(states: Sequence[FlatState], steps: int) -> None:
             f"Load the state of a prior run (load_state_dict takes torch.optim.AdamW's), or give stage 1 some steps: "
             f"freeze_step=1 or more"
         )
+
+
+def correct_joined_(state: FlatState, rows: Sequence[Hyper], steps: int) -> None:
+    """At the freeze, after so many steps: v of parameters that were added later, whose weights add up to less, becomes
+    what vhat is made of as that of the others. rows: each param group's numbers; bias2 is 1 without bias correction."""
+    for i, before in enumerate(state[JOINED.name].tolist()):
+        h = rows[state.groups[i]]
+        if 0 < before < steps and h.bias2 > 1:
+            state.view(VARIANCE.name, i).div_(h.bias2**2 * (1 - h.beta2 ** (steps - before)))
+    state.remove(JOINED.name)
 
 
 def raise_to_floor_(v: Tensor, floor: float, add_parts: AddParts) -> Tensor:

@@ -5,6 +5,7 @@ g' = (clip / scale) g        scale: GradScaler's;  clip = min(1, max_norm / norm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import is_
 from typing import NamedTuple
@@ -178,7 +179,10 @@ class HyperTable:
         """`lrs` that are tensors on the device and `factor` stay there: the host reads neither."""
         if len(self.values) != len(hyper_rows):  # a group was added
             self.values = self.values.new_zeros((len(hyper_rows), COLUMNS))
-        if not self._upload.write(hyper_rows, self.values) and self._scaled:
+        rows = [  # a rate that takes the place of one on the device is another number
+            row._replace(lr=-math.inf) if on_device(lr) else row for row, lr in zip(hyper_rows, lrs, strict=True)
+        ]
+        if not self._upload.write(rows, self.values) and self._scaled:
             self.values[:, _GRAD_SCALE].fill_(1)
         for i, lr in enumerate(lrs):
             if on_device(lr):

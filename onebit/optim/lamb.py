@@ -27,7 +27,7 @@ from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.passes import AdamUpdate, Gradients, LambStatistics, LambWarmup, Parameters
 from onebit.optim.adam import DENOMINATOR, Adam
-from onebit.optim.fields import MOMENTUM, RESIDUAL, VARIANCE, Field
+from onebit.optim.fields import JOINED, MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
@@ -56,7 +56,7 @@ class Lamb(Adam):
     factor_threshold: float = 0.1
     ratio: Ratio = "variance"
 
-    stage_1 = (MOMENTUM, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS)
+    stage_1 = (MOMENTUM, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS, JOINED)
     stage_2 = (RESIDUAL, DENOMINATOR, VARIANCE, COEFFICIENT, AVERAGE, AVERAGED_STEPS, RATIO, GAMMA, COUNTED, USUAL)
     needs_previous_momentum = True
     shortened_to, trusted_step = 1.5, 4.0

@@ -206,8 +206,14 @@ class Options:
 def to_python_numbers(chosen: object) -> None:
     """NumPy's numbers among the fields become Python's, which JSON and torch.load(weights_only=True) take."""
     for name, value in vars(chosen).items():
-        if isinstance(value, np.generic):
-            object.__setattr__(chosen, name, value.item())
+        object.__setattr__(chosen, name, in_python(value))
+
+
+def in_python(value: Any) -> Any:
+    """The same for one number, or a tuple or list of some; anything else as it is."""
+    if type(value) in (tuple, list):
+        return type(value)(map(in_python, value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 T = TypeVar("T", bound=type)

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 _LEAST_DECAY = 0.9  # of a variance that is updated once in many steps
+_MOST_BETAS = 64  # whose weights are remembered
 
 
 class SpacedSteps:
@@ -64,6 +65,8 @@ class VarianceSchedule:
 
     def weight(self, step: int, beta2: float) -> float:
         """What the weights of all gradients in v add up to after `step`: vhat = v / weight."""
+        if beta2 not in self._weights and len(self._weights) == _MOST_BETAS:
+            self._weights.clear()  # where a schedule changes beta2 with every step
         index, known = self._index(step), self._weights.setdefault(beta2, [])
         while len(known) <= index:
             b = self.decay(self._steps[len(known)], beta2)

@@ -22,9 +22,9 @@ from onebit.kernels.data.bits import packed
 from onebit.kernels.streams import capturing
 from onebit.optim import held
 from onebit.optim.algorithm import LocalSteps
-from onebit.optim.fields import FIRST_MOMENTUM, MASTER, MOMENTUM, RESIDUAL
+from onebit.optim.fields import FIRST_MOMENTUM, JOINED, MASTER, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
-from onebit.optim.freeze import report_freeze, warn_of_zeros
+from onebit.optim.freeze import correct_joined_, report_freeze, warn_of_zeros
 from onebit.optim.limit import LEAST, USUAL, UpdateLimit
 from onebit.optim.mean_norm import MeanNorm
 from onebit.optim.param_groups import betas_of, check_parameters
@@ -116,12 +116,18 @@ class Snapshot:
         states = setup.flat_states()
         known = {p: (old, i) for old in (before.states if before else []) for i, p in enumerate(old.params)}
         for state in states:
+            steps = before.stages.steps if before else 0
+            late = [i for i, p in enumerate(state.params) if steps and p not in known]
+            kept = late or any(JOINED.name in old for old, _ in known.values())
             for each in setup.algorithm.stage_1:
-                state.add(each)
+                if each.always or (each is JOINED and kept):
+                    state.add(each)
             state.scratch = setup.algorithm.scratch(state)
             for i, p in enumerate(state.params):
                 if p in known:
                     state.copy_parameter_from(i, *known[p])
+                elif JOINED.name in state:
+                    state.view(JOINED.name, i).fill_(steps)
         stages = before.stages if before else Stages(setup.freeze_rule(states), setup.device)
         return cls([Part(state) for state in states], stages, before.mean_norm if before else MeanNorm(setup.device))
 
@@ -348,6 +354,8 @@ class Snapshot:
             state = part.state
             state.set_chunks(chosen.pop(0))
             held.clear_fields(state)
+            if JOINED.name in state:
+                correct_joined_(state, rows, steps)
             without = algorithm.on_freeze(state, rows, setup.options)
             zeros += _named(setup, state, without)
             if algorithm.needs_previous_momentum:

@@ -30,7 +30,7 @@ from onebit.kernels.passes import Gradients, Parameters, ZeroOneFull, ZeroOneInv
 from onebit.optim import local_steps
 from onebit.optim.adam import Adam
 from onebit.optim.algorithm import Kind, LocalSteps
-from onebit.optim.fields import LEAST_ROOT, MOMENTUM, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
+from onebit.optim.fields import JOINED, LEAST_ROOT, MOMENTUM, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import FixedStep, StageRule
 from onebit.optim.limit import USUAL
@@ -57,7 +57,7 @@ class AfterDenseStart(FixedStep):
 class ZeroOne(Adam):
     """The updates of 0/1 Adam; those of the dense start are Adam's."""
 
-    stage_1 = (MOMENTUM, VARIANCE)
+    stage_1 = (MOMENTUM, VARIANCE, JOINED)
     stage_2: tuple[Field, ...] = (RESIDUAL, VARIANCE, LEAST_ROOT, ROOT_AT_ZERO, USUAL)
     uses_step_number = True
 

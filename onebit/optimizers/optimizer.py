@@ -31,7 +31,15 @@ from onebit.optim.algorithm import Algorithm
 from onebit.optim.eager import eager
 from onebit.optim.grad_scaler import report_to_scaler
 from onebit.optim.gradients import Gradients
-from onebit.optim.options import MASK, OptionArguments, Options, check_attribute, check_groups, check_last_group
+from onebit.optim.options import (
+    MASK,
+    OptionArguments,
+    Options,
+    check_attribute,
+    check_groups,
+    check_last_group,
+    in_python,
+)
 from onebit.optim.param_groups import COMPRESS, PROGRESS
 from onebit.optim.setup import RankFinder, Setup
 from onebit.optim.snapshot import Snapshot
@@ -349,9 +357,12 @@ class OneBitOptimizer(Progress):
         shown, self.state = self.state, defaultdict(dict, saved)
         self.param_groups[0][PROGRESS] = numbers
         try:
-            return super().state_dict()
+            found = super().state_dict()
         finally:
             self.state, self.param_groups[0][PROGRESS] = shown, {}
+        for group in found["param_groups"]:  # where a schedule has left what torch.load(weights_only=True) refuses
+            group.update({name: in_python(value) for name, value in group.items()})
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: this class's or torch.optim.AdamW's. Load on every rank.

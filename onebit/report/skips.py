@@ -10,8 +10,10 @@ import torch
 
 from onebit.collectives.agreement import listed
 from onebit.collectives.transport.protocol import all_gather_values
+from onebit.kernels.data.hyper import LARGEST
 from onebit.kernels.streams import capturing
 from onebit.optim.flat_state import FlatState
+from onebit.optim.options import LARGEST_FLOAT
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.warning import warn
@@ -45,10 +47,12 @@ def warnings_of_skips(setup: Setup, current: Snapshot) -> list[Callable[[], None
 def _of_skipped(setup: Setup, states: Sequence[FlatState], in_a_row: int) -> list[Callable[[], None]]:
     """After so many skipped steps in a row. A collective call, in which the host waits for the device."""
     grads = [(p, g) for state in states for p, g in zip(state.params, state.gradients_now(), strict=True)]
-    bad = [i for i, (_, g) in enumerate(grads) if g is not None and not bool(torch.isfinite(g).all())]
-    everyone, phase = setup.topology.everyone, "looking for gradients that are not finite (all-gather of one number)"
-    first = torch.tensor([bad[0] if bad else -1], dtype=torch.int64, device=setup.device)
-    found = all_gather_values(everyone, first, phase).view(-1).tolist()
+    sizes = [0.0 if g is None or not g.numel() else float(torch.linalg.vector_norm(g, torch.inf)) for _, g in grads]
+    own = [next((i for i, size in enumerate(sizes) if not size <= most), -1) for most in (LARGEST_FLOAT, LARGEST)]
+    everyone, phase = setup.topology.everyone, "looking for gradients that are not finite (all-gather of two numbers)"
+    first = torch.tensor(own, dtype=torch.int64, device=setup.device)
+    not_finite, too_large = all_gather_values(everyone, first, phase).T.tolist()
+    what, found = ("not finite", not_finite) if max(not_finite) >= 0 else ("beyond 2^40", too_large)
     ranks = [rank for rank, index in enumerate(found) if index >= 0]
     if everyone.rank > 0 or not ranks:
         return []
@@ -56,7 +60,7 @@ def _of_skipped(setup: Setup, states: Sequence[FlatState], in_a_row: int) -> lis
     if len(ranks) == everyone.size > 1:
         who = "every rank, and where gradients are averaged one rank is enough"
     text = (
-        f"{in_a_row} steps in a row were skipped: gradients are not finite on {who}; the first is that of {name}. As "
+        f"{in_a_row} steps in a row were skipped: gradients are {what} on {who}; the first is that of {name}. As "
         f"long as this lasts no parameter moves. Look at that rank's data and loss, and with fp16 at GradScaler's scale"
     )
     return [partial(warn, text)]

@@ -13,10 +13,12 @@ import torch
 
 from onebit.collectives import CompressedAllReduce, chunking
 from onebit.collectives.chunking import CANDIDATES, Chunking, candidates
+from onebit.collectives.topology import Topology
+from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.tuning import tuner
 from tests.collectives import steps
 from tests.collectives.steps import Case
-from tests.collectives.work import Noting
+from tests.collectives.work import Noting, logged
 from tests.onebit.runs import on_ranks
 from tests.ranks import group, run_ranks
 
@@ -111,6 +113,32 @@ def choices_on_hosts(rank, size, folders):
     """As torchrun numbers two hosts."""
     with patch.dict(os.environ, {"GROUP_RANK": str([0, 0, 1][rank])}):
         return choices(rank, size, [CASE], folders)
+
+
+def choices_where_memory_is_short(rank, size, folders, most):
+    """On rank 1, for an exchange of more chunks than `most`."""
+
+    class Large(TwoPhases):
+        def __init__(self, topology, layout, *more):
+            if rank == 1 and layout.chunks > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().__init__(topology, layout, *more)
+
+    own = patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folders[rank]})
+    tuner.forget()
+    with own, patch.object(chunking, "MOST_ELEMENTS", 0), logged() as texts:
+        chunks = Chunking(Topology.of(group()), 12_288, torch.device("cpu"), block_size=32, way=Large).choose()
+    tuner.forget()
+    return chunks, [text for text in texts if "no memory" in text]
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_a_rank_without_memory_to_measure_ends_the_measuring_on_all(folders, most):
+    """And not the run, at its freeze. What was not compared with all others is not remembered."""
+    found = run_ranks(SIZE, choices_where_memory_is_short, folders, most)
+    assert {chunks for chunks, _ in found} <= ({1} if most < 2 else {1, 2}) and len({c for c, _ in found}) == 1
+    assert [len(texts) for _, texts in found] == [1, 0, 0]
+    assert not Path(folders[0], "kernels.json").exists()
 
 
 FOREIGN = [{"rows": 4}, *({"chunks": each} for each in (3, 16, 0, -1, "4", None, [4]))]

@@ -15,7 +15,7 @@ from onebit.kernels.data import upload
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.optim import snapshot
+from onebit.optim import gradients, snapshot
 from onebit.optim.gradients import HyperTable
 from onebit.parallel import flight
 from tests.onebit.optim.contract import started
@@ -68,6 +68,14 @@ def test_a_graph_and_eager_steps_each_read_their_own_numbers_and_copy_only_what_
         assert write(0.25)[0, 0] == 0.25
         graph.replay()
         assert table.values[0, 0] == 0.5
+
+
+def test_a_rate_of_0_takes_the_place_of_one_on_the_device(monkeypatch):
+    """The numbers of a group are then what they were, its rate apart: in stage 2 a group that was to stay went on."""
+    monkeypatch.setattr(gradients, "on_device", lambda lr: isinstance(lr, Tensor))
+    table, row = HyperTable(torch.device("cpu")), Hyper(beta1=0.5)
+    for lr, expected in ((torch.tensor(0.25), 0.25), (0.0, 0.0), (torch.tensor(0.5), 0.5), (0.0, 0.0)):
+        assert float(table.write([row], [lr], None)[0, 0]) == expected
 
 
 def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):

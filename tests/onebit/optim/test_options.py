@@ -18,7 +18,7 @@ from torch import nn
 import onebit
 from onebit.optim.options import OptionArguments, Options
 from tests.onebit.optim.contract import options, started
-from tests.onebit.runs import OPTIMIZERS, Case, bits, build, freezing_kinds, kinds, parameters, refused
+from tests.onebit.runs import OPTIMIZERS, Case, bits, build, freezing_kinds, kinds, parameters, refused, run
 
 OF_GROUPS = ("lr", "betas", "eps", "weight_decay")
 WRONG: list[Any] = [  # the option, values, and what the message says, with the value for {}
@@ -135,6 +135,23 @@ def test_numbers_of_numpy_are_numbers(kind):
         chosen = {**vars(setup.options), **setup.algorithm.settings()}
         found.append({name: (value, type(value)) for name, value in chosen.items()})
     assert found[0] == found[1]
+
+
+def test_those_of_a_freeze_rule_too():
+    rule = onebit.FreezeRule(np.float32(0.5), np.int64(7))
+    assert repr(rule) == "FreezeRule(threshold=0.5, window=7)"
+    assert build("OneBitAdam", freeze_step=rule).setup.window == 7
+
+
+def test_a_schedule_may_leave_numbers_of_numpy_in_a_param_group(tmp_path):
+    """They are saved as what torch.load(weights_only=True) reads."""
+    params, optimizer = started(Case(), 3)
+    group = optimizer.param_groups[0]
+    group["lr"], group["betas"] = np.float64(0.01) * np.cos(0.5), (np.float32(0.5), 0.75)
+    run(Case(), 0, optimizer, params, 4, 5)
+    torch.save(optimizer.state_dict(), tmp_path / "state")
+    saved = torch.load(tmp_path / "state", weights_only=True)["param_groups"][0]
+    assert (saved["lr"], saved["betas"]) == (group["lr"], (0.5, 0.75))
 
 
 def test_lambs_limits_may_be_equal():

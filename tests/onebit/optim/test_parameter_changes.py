@@ -51,6 +51,33 @@ def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, fre
     assert optimizer.compressing == (freeze_step == 7)
 
 
+@kinds
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_variance_of_an_added_parameter_is_frozen_as_that_of_the_others(kind, saved):
+    """It has weights of fewer steps: what is divided by is what AdamW, which counts them by itself, would divide by."""
+    options = {"betas": (0.9, 0.999), "variance_floor": 0.0}
+    options |= {"var_update_scaler": 3} if kind == "ZeroOneAdam" else {"freeze_step": 4}
+    first, second = parameters((40,), (33,))
+    optimizer = build(kind, [first], **options)
+    for step in range(5):
+        if step == 3:
+            optimizer.add_param_group({"params": [second]})
+        if step == 4 and saved:
+            state = optimizer.state_dict()
+            optimizer = build(kind, [{"params": [first]}, {"params": [second]}], **options)
+            optimizer.load_state_dict(state)
+        first.grad, second.grad = torch.full_like(first, 2.0), torch.full_like(second, 2.0)
+        optimizer.step()
+    assert optimizer.compressing
+    if kind == "ZeroOneAdam":
+        found = [optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**4) for p in (first, second)]
+        expected = 4.0
+    else:
+        found, expected = [optimizer.state[p]["denominator"] for p in (first, second)], 0.5
+    for values in found:
+        torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-4, atol=0)
+
+
 def test_the_last_step_before_a_group_is_added_is_measured_without_it():
     """Each number of a model of two dtypes is corrected by the beta2 of its group."""
     ratios = []

@@ -108,6 +108,31 @@ def test_values_written_to_a_16_bit_parameter_are_kept(kind: str, freeze_step: i
         assert not same(master, master.bfloat16().float())
 
 
+def test_elements_that_nobody_wrote_to_keep_their_master_copy() -> None:
+    """Steps far below what 16 bits tell apart, and after each a mask or a clamp, as some models need it."""
+    for write in (lambda p: p[:8].zero_(), lambda p: p.clamp_(-2, 2)):
+        p = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        optimizer = build("OneBitAdam", [p], lr=1e-4)
+        for _ in range(200):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            with torch.no_grad():
+                write(p)
+        assert (p[8:] < 0.985).all()
+
+
+def test_a_16_bit_parameter_that_lies_elsewhere_is_read_again() -> None:
+    p = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = build("OneBitAdam", [p], lr=1e-4)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        torch.nn.utils.vector_to_parameters(torch.full((64,), 3.0, dtype=torch.bfloat16), [p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (p > 2.9).all()
+
+
 @kinds
 @on_ranks(2)
 def test_a_model_of_two_dtypes_is_two_models(rank: int, kind: str) -> bytes:

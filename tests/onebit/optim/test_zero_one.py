@@ -4,6 +4,7 @@ of ranks, what local steps are not to break, warnings and errors. test_contract.
 from __future__ import annotations
 
 import math
+import tracemalloc
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -45,6 +46,18 @@ def test_the_schedule_of_full_steps(kappa: int) -> None:
             for beta2 in (0.999, 0.95, 0.5):
                 found = schedule.decay(t, beta2), schedule.weight(t, beta2)
                 assert found == pytest.approx(zero_one.weight_at(t, beta2, kappa, last), rel=1e-12)
+
+
+def test_a_beta2_that_changes_with_every_step_takes_no_memory() -> None:
+    schedule, fixed = VarianceSchedule(4), VarianceSchedule(4).weight(1000, 0.99)
+    tracemalloc.start()
+    try:
+        for t in range(3000):
+            schedule.weight(1000, 0.9 + t * 1e-5)
+            assert schedule.weight(1000, 0.99) == fixed
+        assert tracemalloc.get_traced_memory()[0] < 500_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("scaler", [1, 2, 3, 8])

@@ -49,6 +49,14 @@ def test_a_rank_with_nan_for_ever_is_named(rank, kind):
 
 
 @on_ranks(2)
+def test_so_is_one_whose_gradients_are_finite_and_too_large(rank):
+    bad = tuple((step, 1, 2.0**42) for step in range(3, 30))
+    texts, _ = said(rank, Case(shapes=((7, 9), (33,)), options={"freeze_step": 2}, bad=bad), 8)
+    assert list(texts) == ([6] if rank == 0 else [])
+    assert rank > 0 or "3 steps in a row were skipped: gradients are beyond 2^40 on rank 1" in texts[6]
+
+
+@on_ranks(2)
 def test_a_rank_that_leaves_out_its_local_steps_says_so(rank):
     options = {"var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 2, "local_step_clipper": 8}
     case = Case("ZeroOneAdam", options=options, bad=tuple((step, 1, float("inf")) for step in range(20, 30)))
