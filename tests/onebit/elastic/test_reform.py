@@ -366,3 +366,27 @@ def join_after_skipped_steps(rank: int, size: int) -> int:
         warnings.simplefilter("always")
         run(own, rank, optimizer, params, 8, 12)
     return sum("3 steps in a row were skipped" in str(each.message) for each in said)
+
+
+@pytest.mark.parametrize("kind", [A, L, Z])
+def test_a_rank_joins_where_a_parameter_was_added_late(kind: str) -> None:
+    """How late goes with the state: at the freeze the variance is corrected alike on all."""
+    assert len(set(run_ranks(3, join_with_a_late_parameter, kind))) == 1
+
+
+def join_with_a_late_parameter(rank: int, size: int, kind: str) -> bytes:
+    own = case(kind, **({"var_update_scaler": 5} if kind == Z else {"freeze_step": 6})).but(groups=({}, {}))
+    params = own.parameters()
+    everyone = group(2) if rank < 2 else LocalTransport()
+    optimizer = own.but(groups=({},), shapes=FIVE[:3]).build(params[:3], everyone)
+    for step in range(1, 5):
+        if step == 3 or rank == 2:
+            optimizer.add_param_group({"params": params[3:]})
+        if rank == 2:
+            break
+        run(own, rank, optimizer, params, step, step)
+    onebit.reform(optimizer, group(3))
+    assert [int(state["joined_after_step"].max()) for state in optimizer.current.states] == [2]
+    run(own, rank, optimizer, params, 5, 8)
+    assert optimizer.compressing
+    return bits(params)
