@@ -31,7 +31,7 @@ def main(steps: int = 1500, warmup: int = 60) -> None:
                 onebit.reform(optimizer, dist.group.WORLD)
                 changed = False
                 print(f"going on after step {optimizer.steps} with {dist.get_world_size()} ranks", flush=True)
-            if (step := optimizer.steps + optimizer.skipped_steps) == steps:
+            if (step := optimizer.tried_steps) == steps:
                 dist.barrier()  # nobody leaves before all have come to the end
                 ended = True
                 continue

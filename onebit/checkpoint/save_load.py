@@ -137,10 +137,16 @@ def make_room(source: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -
     """Before torch's own tools load a state into `optimizer`: give it the names and sizes of what was saved.
 
     source: the folder or StorageReader that `dcp.load` is to read, or a state from `get_optimizer_state_dict`. Call it
-    on every rank, on the model that the state is of, then load as ever. Like `dcp.load` it unpickles what it reads
+    on every rank, on the model that the state is of, then load as ever. A state that rank 0 alone has
+    (broadcast_from_rank0) needs dist.broadcast_object_list before. Like `dcp.load` it unpickles what it reads
     (.metadata, and values that are no tensors): trust the checkpoint, or use `onebit.save` and `load`.
     """
     optimizer = own_optimizer(optimizer, "make_room")
+    if isinstance(source, Mapping) and not source:
+        raise ValueError(
+            "make_room got an empty state: with full_state_dict rank 0 alone may have it. Send it to every rank "
+            "first, by torch.distributed.broadcast_object_list"
+        )
     optimizer.find_ranks()
     setup, params = optimizer.setup, [p for group in optimizer.param_groups for p in group["params"]]
     tensors, others, read = _of_state(source) if isinstance(source, Mapping) else _of_checkpoint(source)

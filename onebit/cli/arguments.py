@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from onebit.kernels.data.checks import is_whole
 from onebit.report.plots import check_plot
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXPONENTS = {"": 0, "k": 3, "m": 6, "g": 9, "b": 9, "t": 12}
 
 
 class CommandError(Exception):
@@ -23,15 +25,23 @@ class CommandError(Exception):
     code = 2
 
 
+def number_of(text: str) -> float:
+    """0.5, 340e6, 340M, 1.3b; nan for what is no number."""
+    match = re.fullmatch(r"([\d_]*\.?\d+)(?:e([+-]?\d{1,9}))?([kmgbt]?)", text.strip().lower())
+    return (
+        float(f"{match[1]}e{int(match[2] or 0) + EXPONENTS[match[3]]}") if match else math.nan
+    )  # 1.07 * 1e9 is rounded
+
+
 def whole_number_from(least: int, most: int) -> Callable[[str], int]:
-    """Reads a whole number between these limits: 16777216, 16_777_216 or 2**24."""
+    """Reads a whole number between these limits: 16777216, 16_777_216, 2**24, 340e6 or 1.3b."""
 
     def number(text: str) -> int:
         power = re.fullmatch(r"(\d+)\*\*(\d{1,2})", text.strip())
         with contextlib.suppress(ValueError):
-            value = int(power[1]) ** int(power[2]) if power else int(text)
-            if is_whole(value, least, most):
-                return value
+            value = int(power[1]) ** int(power[2]) if power else number_of(text)
+            if value == value // 1 and is_whole(int(value), least, most):
+                return int(value)
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least:,} to {most:,}")
 
     return number

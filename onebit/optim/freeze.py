@@ -147,10 +147,15 @@ def check_variance(states: Sequence[FlatState], steps: int) -> None:
     """A ValueError where there is no variance to freeze."""
     there = torch.stack([(state["exp_avg_sq"].max() > 0).double() for state in states])
     if not float(states[0].add_parts(there).sum()) > 0:
+        remedy = (
+            "All gradients so far were 0: look at the loss, or choose a later freeze_step, or var_freeze_step"
+            if steps
+            else "Load the state of a prior run (load_state_dict takes torch.optim.AdamW's), or give stage 1 some "
+            "steps: freeze_step=1 or more"
+        )
         raise ValueError(
             f"stage 2 is to begin after {steps} steps, and there is no variance to freeze: every second moment is 0. "
-            f"Load the state of a prior run (load_state_dict takes torch.optim.AdamW's), or give stage 1 some steps: "
-            f"freeze_step=1 or more"
+            f"{remedy}"
         )
 
 

@@ -183,7 +183,7 @@ class Options:
             )
         if not is_one_of(self.chunks, ("auto",)) and not is_whole(self.chunks, least=1, most=MOST_CHUNKS):
             raise ValueError(f'chunks={self.chunks!r}: it must be a positive number up to {MOST_CHUNKS}, or "auto"')
-        for name in ("overlap", "elastic"):
+        for name in ("bias_correction", "master_weights", "overlap", "elastic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: it must be True or False")
         if not is_whole(self.check_every, least=0, most=MOST_STEPS):

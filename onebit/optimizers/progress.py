@@ -38,6 +38,12 @@ class Progress(torch.optim.Optimizer):
         return int(stages.counts[1] + stages.left_out)
 
     @property
+    def tried_steps(self) -> int:
+        """Steps taken, and those that all ranks skipped: the same on all ranks, as the place in the data has to be. A
+        local step counts once, also where this rank left it out. Reading it waits for the device."""
+        return int(self.current.stages.counts.sum())
+
+    @property
     def steps(self) -> int:
         """Steps taken. Reading it waits for the device."""
         return int(self.current.stages.counts[0])

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+from onebit.cli.arguments import EXPONENTS, number_of
 from onebit.cli.plan.cluster import Levels, Transport
 from onebit.cli.plan.model import Overlap
 from onebit.collectives.reply import AskedReply
 
 LARGEST, MOST_STEPS = 1e15, 10**7  # beyond any cluster or run; what is computed of such numbers is finite
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
-PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 GLOO_MEMORY = 11.2e9  # B/s: a copy on one core of an Intel Xeon, measured (perf.kernels); passes reach 0.7 to 1.7 of it
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -42,8 +41,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
 
 def number(text: str) -> float:
     """0.5, 340e6, 340M, 1.3b"""
-    match = re.fullmatch(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)([kmgbt]?)", text.strip().lower())
-    value = float(match[1]) * PREFIXES[match[2]] if match else math.nan
+    value = number_of(text)
     if value != 0 and not 1 / LARGEST <= value <= LARGEST:  # so for nan
         raise ArgumentTypeError(
             f"{text!r} is not a number, 0 or from {1 / LARGEST:g} to {LARGEST:g}: write 0.5, 340e6, 1.3b"
@@ -75,7 +73,7 @@ def rate(text: str) -> float:
     value = number(match[1]) if match else 0.0
     if match is None or not value > 0:
         raise ArgumentTypeError(f"{text!r} is no rate: write a number and a unit, as 100gbit, 4.1gbit or 800mbit")
-    return value * PREFIXES[match[2]]
+    return value * 10.0 ** EXPONENTS[match[2]]
 
 
 def gigabytes(text: str) -> float:

@@ -247,6 +247,7 @@ def test_what_make_room_refuses_and_what_is_refused_after_it(tmp_path):
     for source, error, match in (
         (tmp_path / "nowhere", ValueError, "holds no checkpoint"),
         (3, TypeError, "not a int"),
+        ({}, ValueError, "empty state.*broadcast_object_list"),
         ({"optimizer": adamw.state_dict()}, ValueError, "no onebit optimizer's"),
         (renamed, ValueError, "called by other names"),
         ({"optimizer": another}, ValueError, "version 3"),

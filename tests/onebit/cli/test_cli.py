@@ -13,7 +13,8 @@ import torch
 
 from onebit.cli import main as cli
 from onebit.cli import tune
-from onebit.cli.arguments import pick_device, whole_number_from
+from onebit.cli.arguments import pick_device, whole_number, whole_number_from
+from onebit.cli.plan.options import count
 from onebit.cli.progress import Progress
 from onebit.collectives.chunking import candidates
 from onebit.kernels.data.layout import BLOCK_SIZE
@@ -180,8 +181,10 @@ def test_what_cannot_be_done_is_one_error_before_the_work(command, part, capsys,
 
 def test_numbers():
     read = whole_number_from(0, 2**10)
-    assert [read(text) for text in ("0", "7", "2**10", "1_000", " 10**2 ")] == [0, 7, 1024, 1000, 100]
-    for text in ("-1", "1025", "2**11", "2**", "2**2**2", "2**999", "1.5", "", "many"):
+    numbers = {"0": 0, "7": 7, "2**10": 1024, "1_000": 1000, " 10**2 ": 100, "1e3": 1000, "0.5k": 500, "2.01e-1k": 201}
+    assert {text: read(text) for text in numbers} == numbers
+    assert whole_number("1.07b") == count("1.07b") == 1_070_000_000
+    for text in ("-1", "1025", "2**11", "2**", "2**2**2", "2**999", "1.5", "1.5b", "1e999", "", "many"):
         with pytest.raises(argparse.ArgumentTypeError, match="from 0 to 1,024"):
             read(text)
 

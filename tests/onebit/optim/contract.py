@@ -64,6 +64,7 @@ def skips(rank: int, size: int, case: Case, tries: tuple[tuple[int, int, float],
         clip_as_asked(case, optimizer)
         optimizer.step()
     assert optimizer.skipped_steps == len(tries) and optimizer.compressing
+    assert optimizer.tried_steps == case.steps + len(tries)
     others, other = started(case, case.steps, rank, size)
     assert bits(params) == bits(others) and unchanged(optimizer.state_dict(), other.state_dict())
     assert all(bool(p.isfinite().all()) for p in params)
@@ -157,6 +158,7 @@ def scales(rank: int, size: int, case: Case, unscale: bool) -> tuple[bytes, list
         assert bits(params) == bits(plain), f"step {step}"
         found.append(scaler.get_scale())
     assert optimizer.skipped_steps == other.skipped_steps and optimizer.compressing
+    assert optimizer.tried_steps == case.steps  # also on a rank that left a local step out
     return bits(params), found
 
 

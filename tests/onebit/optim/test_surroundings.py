@@ -173,7 +173,7 @@ def test_a_loss_whose_weight_is_0_at_first():
         assert step > 6 or (optimizer.compressing == (step > 5) and bits(params) == before)
     assert all((a != b).any() for a, b in zip(arrays(params), arrays(case.parameters()), strict=True))
     ends = build("ZeroOneAdam", var_update_scaler=2, var_freeze_step=2)
-    with pytest.raises(ValueError, match="no variance to freeze"):
+    with pytest.raises(ValueError, match=r"no variance to freeze.*gradients so far were 0.*var_freeze_step"):
         for _ in range(4):
             for p in ends.param_groups[0]["params"]:
                 p.grad = torch.zeros_like(p)
