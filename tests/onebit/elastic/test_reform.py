@@ -4,6 +4,7 @@ float64 oracle takes them.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,6 @@ from torch import Tensor
 
 import onebit
 from onebit.collectives.transport.protocol import LocalTransport, Work
-from onebit.report.pay_off import Report
 from tests.faults.striking import Watched
 from tests.onebit.elastic.moves import RATE, Move, Moved, expected, flat, is_direct, moved, own_e, plan
 from tests.onebit.optim.simulation import LambSimulation, Simulation, check, of_senders
@@ -193,7 +193,8 @@ def check_said(move: Move, now: Sequence[Moved]) -> None:
     said = [line for own in now for line in own.said if "did not come along" in line]
     assert len(said) == bool(lost)
     if lost:
-        assert said[0].startswith(f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {len(move.there)} ")
+        ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        assert said[0].startswith(f"WARNING {ranks} of {len(move.there)} ")
 
 
 def check_more_steps(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None:
@@ -225,18 +226,19 @@ def split(move: Move, values: np.ndarray) -> list[np.ndarray]:
 
 def test_ranks_change_again_and_again() -> None:
     """1 to 3, 3 to 2, 2 to 4, and 4 to 1: all ranks have the same parameters at any time."""
-    found = run_ranks(4, change_ranks)
+    found = [ends for ends, _ in run_ranks(4, change_ranks, (1, 3, 2, 4, 1))]
     for row in zip(*found, strict=True):
         there = [each for each in row if each is not None]
         assert len(there) in (1, 2, 3, 4) and len(set(there)) == 1
     assert len({x for x in found[0] if x is not None}) == 5
 
 
-def change_ranks(rank: int, size: int) -> list[bytes | None]:
-    """Parameters after three steps each, as far as this rank takes part."""
+def change_ranks(rank: int, size: int, numbers: Sequence[int]) -> tuple[list[bytes | None], Any]:
+    """Parameters after three steps with each number of ranks, as far as this rank takes part; and at the end the report
+    and the bytes of messages."""
     own, found, step = Case(A, FIVE, options={"freeze_step": 3, "check_every": 2}), [], 0
     params, optimizer = None, None
-    for now in (1, 3, 2, 4, 1):
+    for now in numbers:
         if rank >= now:
             params, optimizer = None, None
             found.append(None)
@@ -250,35 +252,19 @@ def change_ranks(rank: int, size: int) -> list[bytes | None]:
             step += 1
             take(own, rank, optimizer, params, step)
         found.append(bits(params))
-    return found
+    return found, optimizer and (optimizer.report(), optimizer.wire_bytes)
 
 
 def test_the_report_counts_who_left_and_came_and_all_that_was_sent() -> None:
-    first, second, last = run_ranks(3, reported)
-    assert [(each.left, each.came) for each in (first, second, last)] == [(1, 1), (1, 1), (0, 1)]
+    """Three ranks, then two, then three again."""
+    found = [report for _, report in run_ranks(3, change_ranks, (3, 2, 3))]
+    for rank, (report, nbytes) in enumerate(found):
+        assert (report.left, report.came) == (rank < 2, 1)
+        in_stage_1 = 0 if rank == 2 else 3 * 4 * sum(map(math.prod, FIVE)) * 2 * 2 / 3  # a step's ring of three ranks
+        assert report.sent == pytest.approx(nbytes + in_stage_1)
+    first, _ = found[0]
     assert first.reforming > 0 and "1 left, 1 came, in 0." in str(first)
     assert first.numbers()["onebit/ranks_left"] == 1
-
-
-def reported(rank: int, size: int) -> Report:
-    """Three ranks, then two, then three again."""
-    own = Case(A, FIVE, options={"freeze_step": 3})
-    optimizer = None
-    for ranks, steps in ((3, range(1, 6)), (2, range(6, 9)), (3, range(9, 12))):
-        if rank >= ranks:
-            optimizer = None
-            continue
-        if optimizer is None:
-            params, optimizer = own.made(group(ranks))
-        if steps[0] > 1:
-            onebit.reform(optimizer, group(ranks))
-        for step in steps:
-            take(own, rank, optimizer, params, step)
-    assert optimizer is not None
-    found, elements = optimizer.report(), sum(p.numel() for p in params)
-    in_stage_1 = 0 if rank == 2 else 3 * 4 * elements * 2 * 2 / 3  # a step's ring of three ranks
-    assert found.sent == pytest.approx(optimizer.wire_bytes + in_stage_1)
-    return found
 
 
 class Counting(Watched):

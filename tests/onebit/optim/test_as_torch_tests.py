@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import onebit
 from tests.checkpoints import Run
 from tests.onebit.optim.contract import give, options
-from tests.onebit.runs import OPTIMIZERS, Case, bits, build, same, snapshot, take
+from tests.onebit.runs import OPTIMIZERS, Case, bits, build, snapshot, take
 
 CASES = [Case(options={"freeze_step": 50}), *(Case(kind, options={"freeze_step": 2}) for kind in OPTIMIZERS)]
 both = pytest.mark.parametrize(
@@ -275,19 +275,3 @@ def test_what_an_optimizer_shows_of_itself_and_that_it_is_not_copied() -> None:
     for what in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"can't be copied or pickled.*state_dict"):
             what(optimizer)
-
-
-# States
-
-
-@both
-def test_a_state_has_torchs_shape_and_travels_by_a_file(case: Case) -> None:
-    trained = started(case.but(groups=GROUPS))
-    state, theirs = trained.optimizer.state_dict(), torch.optim.AdamW(trained.params).state_dict()
-    assert list(state) == list(theirs)
-    assert [g["params"] for g in state["param_groups"]] == [[0, 1], [2, 3]]
-    assert list(state["state"]) == [0, 1, 2, 3]
-    again = loaded(trained.case, through_a_file(state), trained.params)
-    assert same(again.all(), trained.all())
-    again.optimizer.param_groups[0]["lr"] = 1.0
-    assert trained.optimizer.param_groups[0]["lr"] == 1e-2

@@ -13,7 +13,7 @@ from torch import nn
 
 import onebit
 from onebit.kernels.data.limit import LANES
-from onebit.optim.limit import LEAST, USUAL
+from onebit.optim.limit import USUAL
 from onebit.report.skips import SHORTENED_FOR
 
 LOCAL = {"var_freeze_step": 60, "local_step_scaler": 20, "local_step_clipper": 8}
@@ -64,52 +64,6 @@ def test_gradients_that_grow_lose_no_run(name: str, event: str) -> None:
         assert found < trained(name, EVENTS[event], update_limit=None) / 3
     else:
         assert found < trained("LAMB" if "LAMB" in name else "AdamW", EVENTS[event]) + 0.05
-
-
-def test_a_step_is_twice_as_long_as_usual_at_most() -> None:
-    """And 1/4 long, in units of the rate, in any case: gradients of the second parameter cancel each other. Usual is
-    what the first step by m had, and less where one after an update of the variance had less; not one that was skipped.
-    """
-    params = [nn.Parameter(torch.zeros(9, 9)), nn.Parameter(torch.zeros(50))]
-    optimizer = onebit.ZeroOneAdam(params, lr=1.0, var_update_scaler=2, var_freeze_step=40, block_size=32)
-    source, usual, sizes, last = torch.Generator().manual_seed(0), [], [], "full"
-    for turn in range(1, 51):
-        kind, before = optimizer.schedule.kind, [p.detach().clone() for p in params]
-        skipped = turn == 6  # a step by m, after one in full precision
-        for p, own in zip(params, (1.0, 100.0), strict=True):
-            p.grad = (torch.randn(p.shape, generator=source) + (own - 1) * (-1) ** turn) * (1e4 if turn >= 45 else 1.0)
-            p.grad[0] *= float("nan") if skipped else 1.0
-        optimizer.step()
-        (part,) = optimizer.current.parts
-        sizes.append([float((p - x).square().mean().sqrt()) for p, x in zip(params, before, strict=True)])
-        if kind == "full":
-            assert USUAL.name not in part.state or (part.state[USUAL.name] < 0).all()
-        elif skipped:
-            assert last == "full" and (part.state[USUAL.name] < 0).all()
-        else:
-            usual.append(part.state[USUAL.name].tolist())
-            assert min(usual[-1]) > 0
-        last = kind
-    for of_one in zip(*usual, strict=True):
-        assert sorted(of_one, reverse=True) == list(of_one) and of_one[-6] == of_one[-1]
-    assert usual[0][0] > usual[-1][0]
-    assert 2 * usual[-1][1] < LEAST < 2 * usual[-1][0]
-    for found in sizes[45:]:
-        np.testing.assert_allclose(found, [max(LEAST, 2 * r) for r in usual[-1]], rtol=1e-4)
-
-
-def test_a_step_of_lamb_is_trusted_up_to_four_times_what_is_usual() -> None:
-    """And cut to one and a half times where it is longer. By gradients that are the same but for their size."""
-    p, source = nn.Parameter(torch.ones(60)), torch.Generator().manual_seed(0)
-    optimizer = onebit.OneBitLamb(
-        [p], lr=1e-3, betas=(0.0, 0.999), weight_decay=0.0, freeze_step=5, factor_threshold=1e-6
-    )
-    g, moved = torch.randn(60, generator=source).sign(), []  # a message has all of them
-    for times in [1.0] * 8 + [3.9, 4.1, 1.6, 100.0, 1.0]:
-        p.grad, before = times * g, p.detach().clone()
-        optimizer.step()
-        moved.append(float((p.detach() - before).norm()))
-    np.testing.assert_allclose(np.array(moved[8:]) / moved[7], [3.9, 1.5, 1.6, 1.5, 1.0], rtol=1e-3)
 
 
 def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shape() -> None:

@@ -148,17 +148,6 @@ def test_a_permuted_parameter_and_a_group_added_later() -> None:
     assert given["mask"] is mask, "what the user gave is the user's"
 
 
-@on_ranks(2)
-def test_ranks_with_other_masks_are_told(rank: int) -> None:
-    params = parameters((4, 4), (3,))
-    mask = torch.eye(4, dtype=torch.bool) if rank else ~torch.eye(4, dtype=torch.bool)
-    optimizer = build("OneBitAdam", [{"params": params, "mask": [mask, None]}], process_group=group())
-    for p in params:
-        p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=r"rank 1 has masks '1 \(checksum"):
-        optimizer.step()
-
-
 def test_a_mask_that_does_not_fit_or_is_given_later_is_refused() -> None:
     ones = torch.ones(3, 2, dtype=torch.bool)
     for mask, *parts in (

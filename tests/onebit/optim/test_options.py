@@ -34,6 +34,8 @@ WRONG: list[Any] = [  # the option, values, and what the message says, with the 
     ("freeze_step", [-1, 1.5, "soon", True, None], "freeze_step={}", "stage 1", "whole number", '"auto"'),
     ("zero_variance", ["alive"], "zero_variance={}", "floor", "hold"),
     ("update_limit", [0, -1.0, 1e-46, nan, inf, "off", True], "update_limit={}", "a number above 0"),
+    ("check_every", [-1, 1.5, None], "check_every={}", "whole number", "0 never checks"),
+    ("overlap", ["yes"], "overlap={}"),
     ("scale", ["row"], "scale", "{}", "block", "tensor"),
     ("norm", ["l3"], "norm", "{}", "l1", "l2", "unbiased"),
     ("chunks", [0, 1.5, "many"], "chunks={}", "positive", '"auto"'),

@@ -14,6 +14,7 @@ from tests.ranks import group
 def error_of_the_first_step(rank, kind, which, own):
     """Of this rank, where rank `which` is given other options (`own`) or parameters."""
     own = dict(own) if rank == which else {}
+    group_of_the_last = own.pop("group", {})
     params = parameters(*own.pop("shapes", ((33,), (7, 9))))
     if own.pop("values", False):
         params[1].data[0, 0] += 1e-6
@@ -21,7 +22,8 @@ def error_of_the_first_step(rank, kind, which, own):
     own.pop("dtype", None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # freeze_step=5 without bias correction
-        optimizer = build(kind, params, **{"freeze_step": 5, "process_group": group(), **own})
+        groups = [{"params": params[:1]}, {"params": params[1:], **group_of_the_last}]
+        optimizer = build(kind, groups, **{"freeze_step": 5, "process_group": group(), **own})
     for p in params:
         p.grad = torch.ones_like(p) + rank
     before = bits(params)
@@ -45,6 +47,9 @@ DIFFERENT = [
     ({"norm": "l2"}, ["norm", "l2", "unbiased"]),
     ({"block_size": 64}, ["block_size", "64", "2048"]),
     ({"chunks": 2}, ["chunks", "2", "auto"]),
+    ({"check_every": 20}, ["check_every", "20", "1000"]),
+    ({"group": {"compress": False}}, ["compress"]),
+    ({"group": {"mask": torch.ones(7, 9) == 0}}, ["masks '1 (checksum"]),
     ({"gradient_dtype": torch.bfloat16}, ["gradient_dtype", "torch.bfloat16", "None"]),
     ({"dtype": torch.bfloat16}, ["dtypes", "bfloat16", "float32"]),
     ({"master_weights": False}, ["master_weights", "False", "True"]),
@@ -53,10 +58,17 @@ DIFFERENT = [
 ]
 OF_LAMB = {"coeff_beta": 0.8, "min_coeff": 0.02, "max_coeff": 0.5, "factor_min": 0.25, "factor_max": 3.0,
            "factor_threshold": 0.2, "ratio": "denominator"}  # fmt: skip
-OF_KIND = {"OneBitAdam": DIFFERENT, "OneBitLamb": [({name: own}, [name, repr(own)]) for name, own in OF_LAMB.items()]}
+OF_KIND = {
+    "OneBitAdam": DIFFERENT,
+    "OneBitLamb": [({name: own}, [name, repr(own)]) for name, own in OF_LAMB.items()],
+    "ZeroOneAdam": [({"freeze_step": 6}, ["var_update_scaler 6", "var_freeze_step"])],
+}
 
 
-@pytest.mark.parametrize(("kind", "size", "which"), [("OneBitAdam", 3, 0), ("OneBitAdam", 2, 1), ("OneBitLamb", 3, 2)])
+@pytest.mark.parametrize(
+    ("kind", "size", "which"),
+    [("OneBitAdam", 3, 0), ("OneBitAdam", 2, 1), ("OneBitLamb", 3, 2), ("ZeroOneAdam", 2, 1)],
+)
 @on_ranks()
 def test_every_rank_names_the_rank_that_differs_and_the_option(rank, size, kind, which):
     for own, parts in OF_KIND[kind]:
@@ -83,5 +95,5 @@ def step_with(rank, freeze_step):
 @on_ranks()
 def test_every_rank_names_the_rank_that_starts_from_other_parameters(rank, size, kind, which):
     caught = error_of_the_first_step(rank, kind, which, {"values": True})
-    parts = ("parameter 1 of group 0 (shape (7, 9))", "same seed or checkpoint")
+    parts = ("parameter 0 of group 1 (shape (7, 9))", "same seed or checkpoint")
     assert_message(caught, f"other values on rank {which}", *parts)

@@ -12,7 +12,7 @@ import onebit
 from tests.onebit.optim import simulation as sim
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import LAMB, LambSimulation, Sized
-from tests.onebit.runs import Case, arrays, on_ranks, run
+from tests.onebit.runs import Case, arrays, build, on_ranks, run
 from tests.ranks import group
 
 OF = {"OneBitAdam": sim.Simulation, "OneBitLamb": LambSimulation}
@@ -87,6 +87,13 @@ def test_every_step_equals_the_simulation(name):
     assert ("shortened" in reasons) == ("update_limit" in own)
     assert ("trusted" in reasons) == ("LAMB" in name and "grown" in name)
     assert case.shapes != LAMB.shapes or name in NOT_EVERY or reasons >= EVERY
+
+
+def test_limits_of_steps_are_the_simulations():
+    """Also where no step of these runs is between them."""
+    for kind, of in OF.items():
+        algorithm = build(kind).setup.algorithm
+        assert (algorithm.shortened_to, algorithm.trusted_step) == (of.longest, of.trusted)
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (3, "float32"), (2, "bfloat16")])

@@ -174,9 +174,3 @@ def test_a_group_that_is_switched(kind: str) -> None:
     optimizer.param_groups[1]["compress"] = True
     with pytest.raises(ValueError, match="its group's compress was switched"):
         run(case, 0, optimizer, params, 9, 9)
-
-
-@on_ranks(2)
-def test_ranks_that_differ(rank: int) -> None:
-    with pytest.raises(ValueError, match="compress"):
-        started(CASE.but(groups=({}, {"compress": rank == 0})), 1, rank, 2)

@@ -21,7 +21,7 @@ from tests.onebit.optim.simulation import GROUPS, record_run
 from tests.onebit.optim.zero_one_simulation import ZeroOneSimulation
 from tests.onebit.runs import Case, bits, on_ranks, refused, run, snapshot, take
 from tests.oracle import zero_one
-from tests.ranks import group, run_ranks
+from tests.ranks import run_ranks
 
 SHAPES = ((7, 9), (33,), (0,), (2,), (130,), (1,))
 LATER = ((6, 0, 0), (9, 0, 1), (11, 0, 4))
@@ -58,19 +58,6 @@ def test_the_schedule_of_local_steps(scaler: int) -> None:
             assert schedule.is_alone(t) == (clipper > 1 and t >= first)
             after = max(t, first - 1)
             assert schedule.next_sync(t) == (None if clipper == 1 else next(s for s in syncs if s > after))
-
-
-def test_the_kinds_of_steps() -> None:
-    (params, optimizer), kinds = started(LOCAL, 0), []
-    for step in range(1, LOCAL.steps + 1):
-        schedule = optimizer.schedule
-        kinds.append(schedule.kind)
-        take(LOCAL, 0, optimizer, params, step)
-        assert optimizer.synchronized == (schedule.kind != "local")
-        assert (schedule.next_sync == step) == (schedule.kind == "sync")
-    assert sum(VarianceSchedule(4).is_full(t) for t in range(1, 1201)) == 33
-    start = ["full"] * 3 + ["1 bit", "full"] + ["1 bit"] * 3
-    assert kinds == start + ["local", "sync"] * 2 + (["local"] * 3 + ["sync"]) * 3 + ["local"] * 2
 
 
 # Numbers
@@ -349,15 +336,6 @@ def test_arguments_that_cannot_be() -> None:
     for error, text, own in wrong:
         with pytest.raises(error, match=text):
             onebit.ZeroOneAdam([nn.Parameter(torch.ones(2))], **own)
-
-
-@on_ranks(2)
-def test_ranks_with_other_schedules(rank: int) -> None:
-    param = nn.Parameter(torch.ones(9))
-    optimizer = onebit.ZeroOneAdam([param], var_update_scaler=2 + rank, process_group=group())
-    param.grad = torch.ones(9)
-    with pytest.raises(ValueError, match="var_update_scaler 3"):
-        optimizer.step()
 
 
 ENDLESS = {"var_freeze_step": None, "local_step_scaler": None}

@@ -75,12 +75,6 @@ def test_coefficients_are_those_of_the_last_step() -> None:
         assert said["coefficient"] == pytest.approx(min(0.3, max(0.01, float(old.norm() / u.norm()))), rel=1e-4)
 
 
-def test_names_come_from_the_model_where_they_are_known() -> None:
-    net = nn.Linear(3, 2)
-    assert set(onebit.OneBitAdam(net.named_parameters()).diagnostics()) == {"weight", "bias"}
-    assert len(onebit.OneBitAdam(net.parameters()).diagnostics()) == 2
-
-
 def test_a_parameter_without_elements_has_numbers() -> None:
     params = [nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(5))]
     optimizer = onebit.OneBitAdam(params, freeze_step=1)

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from onebit.parallel import flight
 from onebit.report import pay_off, skips
 from tests.collectives.work import logged
 from tests.onebit.optim.contract import started
-from tests.onebit.optim.test_cuda_paths import flown
 from tests.onebit.runs import Case, adamw_state, kinds, on_ranks, run, take
 from tests.ranks import group
 
@@ -113,8 +113,10 @@ def test_waiting_for_the_stream_of_the_thread_is_counted(monkeypatch):
         log.append("over")
 
     monkeypatch.setattr(flight, "waiting", waiting)
-    flown(monkeypatch, ["main"], lambda stream: log.append("stream"))
-    assert log == ["wait", "stream", "over"]
+    monkeypatch.setattr(flight, "streams", Mock(join=lambda *of: log.append("stream")))
+    thread, side = Mock(join=lambda: log.append("thread")), Mock(device=torch.device("cpu"))
+    flight.Flight.finish(Mock(states=[side], _thread=thread, _side=side, _error=None))
+    assert log == ["wait", "thread", "stream", "over"]
 
 
 def test_a_captured_step_asks_nothing_of_the_host(monkeypatch):
