@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.optim import snapshot
 from onebit.optim.gradients import HyperTable
+from onebit.parallel import flight
 from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, bits, run
 
@@ -79,6 +81,19 @@ def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):
         run(Case(), 0, optimizer, params, 1, 3)
         ends.append(bits(params))
     assert ends[0] == ends[1] and not written
+
+
+def test_a_message_waits_for_the_last_event_of_every_stream_that_backward_ran_in(monkeypatch):
+    events, waited, current = iter(range(3)), [], iter(["main", "other", "main"])
+    mark, wait_for = lambda device, again: next(events), lambda side, event: waited.append(event)
+    streams = Mock(current=lambda device: next(current), mark=mark, wait_for=wait_for)
+    monkeypatch.setattr(flight, "streams", streams)
+    signal = flight.Signal(Mock())
+    for _ in range(3):
+        signal.mark()
+    signal.set()
+    signal.wait()
+    assert sorted(waited) == [1, 2]
 
 
 def test_a_compiled_training_step_is_the_same_and_leaves_the_passes_out():
