@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from tests.onebit.optim.contract import backward, give
 from tests.onebit.runs import Case, bits, same, snapshot
 from tests.ranks import group, run_ranks, run_ranks_once
 
+BF16, INF, NAN = "bfloat16", math.inf, math.nan
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
 SHAPES = ((7, 9), (33,), (130,), (400,))
 LARGER = (*SHAPES[:-1], (6200,))  # of which two chunks are worth measuring
@@ -65,20 +67,13 @@ class Death:
 
     @property
     def case(self) -> Case:
-        return Case(
-            self.kind,
-            LARGER if self.options.get("chunks") == "auto" else SHAPES,
-            options=self.options,
-            groups=({}, self.group),
-            dtype=self.dtype,
-            last_dtype=self.last_dtype,
-            bad=self.bad,
-            each=self.each,
-        )
+        shapes = LARGER if self.options.get("chunks") == "auto" else SHAPES
+        more = {name: getattr(self, name) for name in ("options", "dtype", "last_dtype", "bad", "each")}
+        return Case(self.kind, shapes, groups=({}, self.group), **more)
 
 
-def everywhere(step: int, phase: str) -> dict[int, Failure]:
-    return dict.fromkeys(RANKS, Failure(step, phase))
+def everywhere(step: int, phase: str, skip: int = 0, ranks: tuple[int, ...] = RANKS) -> dict[int, Failure]:
+    return dict.fromkeys(ranks, Failure(step, phase, skip=skip))
 
 
 LAST = f"{SCATTER} 1"
@@ -89,26 +84,22 @@ DEATHS = {
     "all fail in the gather phase": Death(A, FROZEN, everywhere(6, GATHER), 5),
     "all fail in the scatter phase": Death(L, FROZEN, everywhere(6, SCATTER), 5),
     "all fail in the scatter phase, tensor scale": Death(A, {**FROZEN, "scale": "tensor"}, everywhere(6, SCATTER), 5),
-    "all fail in the first exchange of two": Death(A, ONE, everywhere(6, GATHER), 5, last_dtype="bfloat16"),
-    "all fail in the second exchange of two": Death(
-        A, ONE, dict.fromkeys(RANKS, Failure(6, SCATTER, skip=1)), 5, last_dtype="bfloat16"
-    ),
+    "all fail in the first exchange of two": Death(A, ONE, everywhere(6, GATHER), 5, last_dtype=BF16),
+    "all fail in the second exchange of two": Death(A, ONE, everywhere(6, SCATTER, 1), 5, last_dtype=BF16),
     "all fail in the last scatter phase": Death(A, CHUNKS, everywhere(6, LAST), 5),
     "all fail in a direct exchange": Death(L, {**FROZEN, "reply": "direct"}, everywhere(6, EXCHANGE), 5),
     "all fail in the first compressed step": Death(L, CHUNKS, everywhere(4, LAST), 3),
     "rank 0 has taken a full step": Death(A, FROZEN, {1: Failure(2, FINITE)}, 2),
     "rank 0 has taken a full step, clipped": Death(L, FROZEN, {1: Failure(2, FINITE)}, 2, clip=0.5),
-    "rank 0 has skipped a full step": Death(A, FROZEN, {1: Failure(2, FINITE)}, 2, bad=((2, 1, float("inf")),)),
+    "rank 0 has skipped a full step": Death(A, FROZEN, {1: Failure(2, FINITE)}, 2, bad=((2, 1, INF),)),
     "rank 1 has taken the last full step": Death(L, CHUNKS, {0: Failure(3, FINITE)}, 3),
     "rank 0 has frozen": Death(A, CHUNKS, {1: Failure(3, FINITE), 0: Failure(4, FINITE, "before")}, 3),
     "rank 0 has taken a compressed step": Death(L, CHUNKS, {1: Failure(6, LAST)}, 6),
     "rank 0 has taken a compressed step, clipped": Death(A, CHUNKS, {1: Failure(6, LAST)}, 6, clip=0.5),
     "rank 0 has taken a step whose flags travel": Death(A, FROZEN, {1: Failure(6, SCATTER)}, 6),
-    "rank 0 has skipped a step whose flags travel": Death(
-        L, FROZEN, {1: Failure(6, SCATTER)}, 6, bad=((6, 0, float("nan")),)
-    ),
+    "rank 0 has skipped a step whose flags travel": Death(L, FROZEN, {1: Failure(6, SCATTER)}, 6, bad=((6, 0, NAN),)),
     "rank 0 has begun the next": Death(
-        A, FROZEN, {1: Failure(6, SCATTER), 0: Failure(7, GATHER, "before")}, 6, dtype="bfloat16"
+        A, FROZEN, {1: Failure(6, SCATTER), 0: Failure(7, GATHER, "before")}, 6, dtype=BF16
     ),
     "rank 0 has begun the next, direct": Death(
         Z, {**FROZEN, "reply": "direct"}, {1: Failure(6, EXCHANGE), 0: Failure(7, EXCHANGE, "before")}, 6
@@ -127,10 +118,10 @@ DEATHS = {
     ),
     "rank 0 has synchronised": Death(Z, LOCAL, {1: Failure(11, SCATTER)}, 11),
     "all fail when they choose chunks of the second dtype": Death(
-        L, MEASURED, dict.fromkeys(RANKS, Failure(4, CHOOSING, skip=1)), 3, last_dtype="bfloat16"
+        L, MEASURED, everywhere(4, CHOOSING, 1), 3, last_dtype=BF16
     ),
     "rank 0 has chosen chunks, 1 for one dtype and 2 for the other": Death(
-        A, MEASURED, {1: Failure(4, CHOOSING, skip=1), **BEGUN}, 3, last_dtype="bfloat16"
+        A, MEASURED, {1: Failure(4, CHOOSING, skip=1), **BEGUN}, 3, last_dtype=BF16
     ),
     "all fail in messages that left in backward": Death(A, EARLY, everywhere(6, f"{SCATTER} 1"), 5),
     "rank 0 has taken a step with parameters that are not compressed": Death(
@@ -166,33 +157,20 @@ def test_what_is_left_is_as_after_a_reform_between_two_steps(name: str) -> None:
 
 COMPARING, BUILDING = "comparing how far the ranks are", "comparing whether all can go on"
 ENDING = "comparing how many steps"  # before the messages of the sync
-FROM_3 = (0, 1, 2)
 SECOND_DEATHS = {
-    "when ranks compare": Death(
-        A, CHUNKS, everywhere(6, LAST), 5, second=dict.fromkeys(FROM_3, Failure(0, COMPARING, skip=1))
-    ),
-    "when rank 1 has finished the step": Death(
-        L, CHUNKS, {1: Failure(6, LAST)}, 6, second=dict.fromkeys(FROM_3, Failure(0, BUILDING))
-    ),
-    "when all have moved in a sync": Death(
-        Z, SYNC, everywhere(15, SCATTER), 15, second=dict.fromkeys(FROM_3, Failure(0, BUILDING, skip=1))
-    ),
-    "when rank 0 has gone on": Death(
-        A, CHUNKS, everywhere(6, LAST), 5, second=dict.fromkeys((1, 2), Failure(0, BUILDING, skip=1))
-    ),
+    "when ranks compare": Death(A, CHUNKS, everywhere(6, LAST), 5, second=everywhere(0, COMPARING, 1)),
+    "when rank 1 has finished the step": Death(L, CHUNKS, {1: Failure(6, LAST)}, 6, second=everywhere(0, BUILDING)),
+    "when all have moved in a sync": Death(Z, SYNC, everywhere(15, SCATTER), 15, second=everywhere(0, BUILDING, 1)),
+    "when rank 0 has gone on": Death(A, CHUNKS, everywhere(6, LAST), 5, second=everywhere(0, BUILDING, 1, (1, 2))),
     "when rank 1 has gone on, direct": Death(
-        L,
-        {**CHUNKS, "reply": "direct"},
-        everywhere(6, f"{EXCHANGE} 1"),
-        5,
-        second=dict.fromkeys((0, 2), Failure(0, BUILDING, skip=1)),
+        L, {**CHUNKS, "reply": "direct"}, everywhere(6, f"{EXCHANGE} 1"), 5, second=everywhere(0, BUILDING, 1, (0, 2))
     ),
     "when rank 0 has gone on to the sync": Death(
         Z,
         SYNC,
         everywhere(15, SCATTER),
         15,
-        second={**dict.fromkeys((1, 2), Failure(0, BUILDING, skip=1)), 0: Failure(0, ENDING, "before")},
+        second={**everywhere(0, BUILDING, 1, (1, 2)), 0: Failure(0, ENDING, "before")},
     ),
 }
 
@@ -313,10 +291,10 @@ def state_of(optimizer: Any, params: Any) -> Any:
 
 ENDS = [
     (False, 2, 0, ""),
-    (False, 2, 0, "bfloat16"),
-    (False, 2, 1, "bfloat16"),
-    (True, 2, 1, "bfloat16"),
-    (True, 1, 1, "bfloat16"),
+    (False, 2, 0, BF16),
+    (False, 2, 1, BF16),
+    (True, 2, 1, BF16),
+    (True, 1, 1, BF16),
     (True, 2, 0, ""),
 ]
 

@@ -97,21 +97,6 @@ def resumes(rank: int, size: int, case: Case, stops: tuple[int, ...], states: bo
         return bits(params)
 
 
-def overlaps(rank: int, size: int, case: Case) -> tuple[bytes, list[int]]:
-    """Messages that leave while backward computes change no bit. Also the steps whose messages did."""
-    found, early = [], []
-    for overlap in (False, True):
-        params, optimizer = started(options(case, overlap=overlap), 0, rank, size)
-        for step in range(1, case.steps + 1):
-            backward(case, rank, optimizer, params, step)
-            early += [step] * optimizer.overlap.in_flight
-            optimizer.step()
-        found.append((bits(params), snapshot(optimizer.state_dict()) if optimizer.synchronized else None))
-    assert found[0][0] == found[1][0], "overlap has changed bits"
-    assert found[0][1] is None or unchanged(found[0][1], found[1][1])
-    return found[0][0], early
-
-
 def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
     """The norm is that of the equations, a second clip finds what the first has left, and steps are those of gradients
     that were multiplied beforehand. Every third step is not clipped."""

@@ -1,5 +1,5 @@
 """What holds for every optimizer, each with every way of sending, in a list of cases that covers them: steps that are
-skipped, runs that are resumed, messages that leave early, gradients that are clipped or scaled."""
+skipped, runs that are resumed, gradients that are clipped or scaled. test_overlap.py has messages that leave early."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.onebit.optim.contract import clips, options, overlaps, resumes, scales, skips
+from tests.onebit.optim.contract import clips, options, resumes, scales, skips
 from tests.onebit.optim.simulation import LAMB, on_ranks
-from tests.onebit.runs import Case
+from tests.onebit.runs import OPTIMIZERS, Case
 
 # With one chunk small messages carry what was found of their gradients, with several all ranks are asked before.
 ADAM = Case(steps=9, options={"freeze_step": 3, "weight_decay": 0.1})
@@ -31,6 +31,7 @@ def on(size: int, work: Any, *args: Any) -> Any:
 # A bad gradient on one rank: in stage 1, its last step, the first of stage 2, the second, later
 
 TRIES = ((2, 0, NAN), (3, 1, INF), (4, 1, -INF), (5, 0, 2.0**43), (7, 1, NAN))
+OF_NODES = (*TRIES, (8, 2, INF))
 IN_FULL = ((2, 0, NAN), (4, 1, INF), (5, 1, NAN), (6, 0, -INF), (12, 1, NAN))  # 0/1 Adam: 1 to 3, 5, 7 and 11 are full
 SKIPS = {
     "Adam": (3, ADAM, TRIES),
@@ -48,6 +49,7 @@ SKIPS = {
     "of LAMB's, direct": (2, options(APART.but(kind="OneBitLamb"), reply="direct"), TRIES),
     "of 1-bit LAMB's compressed, beside it": (2, APART.but(kind="OneBitLamb", groups=APART.groups[::-1]), TRIES),
     "of 0/1 Adam's": (2, SPACED, IN_FULL),
+    **{f"{kind} of nodes": (4, options(ADAM.but(kind=kind, each=2), chunks=2), OF_NODES) for kind in OPTIMIZERS},
 }
 
 
@@ -87,28 +89,6 @@ RESUMES = {
 def test_a_resumed_run_is_the_same(name: str) -> None:
     size, case, stops = RESUMES[name]
     on(size, resumes, case, stops)
-
-
-# Messages that leave in backward
-
-ONE_BIT = [4, 6, 8, 9, 10, 12, 13]  # of 0/1 Adam's steps
-OVERLAPS = {
-    "0/1 Adam": (2, ZERO_ONE, ONE_BIT),
-    "0/1 Adam of nodes": (4, ZERO_ONE.but(each=2), ONE_BIT),
-    "local steps": (2, options(ZERO_ONE.but(steps=16), **LOCAL), [4, 6, 7, 8]),
-    "local steps of nodes": (4, options(ZERO_ONE.but(steps=16, each=2), **LOCAL), [4, 6, 7, 8]),
-    "some not compressed": (2, APART, [4, 5, 6, 7, 8, 9]),
-    "some of LAMB's, of nodes": (4, APART.but(kind="OneBitLamb", each=2), [4, 5, 6, 7, 8, 9]),
-    "some of 0/1 Adam's": (2, SPACED, ONE_BIT),
-}
-
-
-@pytest.mark.parametrize("name", OVERLAPS)
-def test_messages_that_leave_in_backward_change_no_bit(name: str) -> None:
-    """Hooks are set in the first compressed step, whose own messages leave later, as those of one after a full step."""
-    size, case, compressed = OVERLAPS[name]
-    _, early = on(size, overlaps, options(case, chunks=2))
-    assert set(early) <= set(compressed) and early
 
 
 # Clipped

@@ -1,5 +1,5 @@
-"""Within DDP, whose hook averages, and within FSDP2 a net ends where it ends without: with gradients that are
-accumulated, clipped, rounded to 16 bits for the network, or scaled by a GradScaler."""
+"""Within DDP, whose hook averages, a net ends where it ends without: with gradients that are accumulated, clipped,
+rounded to 16 bits for the network, or scaled by a GradScaler."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from tests.limits import HUNG
 from tests.onebit.optim.test_zero_one import CASE, LOCAL
-from tests.onebit.parallel import test_fsdp as fsdp
 from tests.onebit.runs import bits, build, nodes_of, on_ranks
-from tests.ranks import group, run_ranks, run_ranks_once
+from tests.ranks import group, run_ranks
 
 HALF, BF16 = torch.float16, torch.bfloat16
 PLAIN = {"overlap": False, "gradient_dtype": None}
@@ -152,33 +150,3 @@ def test_scales_with_ddp(rank: int, apart: bool) -> list[bytes]:
     assert len(set(ends)) == 8
     assert scales == [2.0**10] * 3 + [2.0**8 if apart and rank == 1 else 2.0**9] * 6
     return ends
-
-
-# FSDP2
-
-COMMON = {"freeze_step": None, "reply": "direct"}
-
-
-def with_fsdp(rank: int, size: int) -> list[list[torch.Tensor]]:
-    """Attached or not; and local steps, in one start of four processes."""
-    spaced, ends = {"var_update_scaler": 3}, []
-    for own, attached in ((LOCAL.options, True), (spaced, True), (spaced, False)):
-        net, optimizer, _ = fsdp.with_fsdp(rank, "ZeroOneAdam", 12, fsdp.mesh_of(2, 2), attached, **own, **COMMON)
-        assert optimizer.synchronized and min(optimizer.current.parts[0].state["least_root"].tolist()) > 0
-        ends.append(fsdp.whole(net))
-    return ends
-
-
-def with_nodes(rank: int, size: int) -> list[torch.Tensor]:
-    optimizer, _ = fsdp.with_ddp(rank, "ZeroOneAdam", 12, **LOCAL.options, **COMMON)
-    assert optimizer.synchronized
-    return [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
-
-
-def test_sharded_parameters() -> None:
-    """FSDP's hook averages in full steps. The shards of a copy move alike, as the ranks of a node do."""
-    found, nodes = (run_ranks_once(4, work, timeout=HUNG) for work in (with_fsdp, with_nodes))
-    assert len({bits(local) for local, _, _ in found}) == len({bits(own) for own in nodes}) == 1
-    assert len({bits(own) for _, *both in found for own in both}) == 1
-    for a, b in zip(found[0][0], nodes[0], strict=True):
-        assert (a - b).norm() < 1e-6 * b.norm()
