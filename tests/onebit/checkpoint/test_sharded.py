@@ -14,13 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as tools
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import onebit
@@ -36,8 +30,8 @@ SAVED = 9  # steps
 WIDTH = 21  # parts of different sizes; blocks that are not full
 ROWS = {"OneBitAdam": "direct", "OneBitLamb": 1, "ZeroOneAdam": 1}  # the reply of each
 SHAPES = ((1, 4), (4, 1))
-FULL = StateDictOptions(full_state_dict=True)
-BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FULL = tools.StateDictOptions(full_state_dict=True)
+BROADCAST = tools.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def with_head(width):
@@ -95,15 +89,15 @@ def loaded(rank, folder, kind, shape, by_dcp=False):
 
 
 def to_dcp(folder, net, optimizer):
-    model_state, state = get_state_dict(net, optimizer)
+    model_state, state = tools.get_state_dict(net, optimizer)
     dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
 
 
 def from_dcp(folder, net, optimizer):
-    model_state, state = get_state_dict(net, optimizer)
+    model_state, state = tools.get_state_dict(net, optimizer)
     found = {"model": model_state, "optimizer": state}
     dcp.load(found, checkpoint_id=folder)
-    set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    tools.set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
 
 def by_name(rank, folder, steps):
@@ -170,12 +164,12 @@ def to_whole(rank, folder, nodes):
 def ways_of(net, optimizer, file):
     """How torch's tools bring the state of now into a new optimizer; and the whole state."""
     copied = copy.deepcopy(optimizer.state_dict())
-    full = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=FULL))
+    full = copy.deepcopy(tools.get_optimizer_state_dict(net, optimizer, options=FULL))
     torch.save(optimizer.state_dict(), file)
     return full, {
         "torch.save": lambda net, new: new.load_state_dict(torch.load(file, weights_only=True)),
         "deepcopy": lambda net, new: new.load_state_dict(copied),
-        "full": lambda net, new: set_optimizer_state_dict(net, new, full, options=FULL),
+        "full": lambda net, new: tools.set_optimizer_state_dict(net, new, full, options=FULL),
     }
 
 
@@ -225,7 +219,7 @@ def on_four(rank, size, folder):
             assert same(seen(rank, *again), found[kind]), (kind, way)
         from_0 = full if rank == 0 else {}
         with pytest.raises(ValueError, match="make_room") if rank else contextlib.nullcontext():
-            set_optimizer_state_dict(*new(), copy.deepcopy(from_0), options=BROADCAST)
+            tools.set_optimizer_state_dict(*new(), copy.deepcopy(from_0), options=BROADCAST)
         found["by hand"][kind] = by_hand(rank, *new(), from_0)
         for shape in SHAPES:
             found[f"{kind} {shape}"] = loaded(rank, folder, kind, shape)

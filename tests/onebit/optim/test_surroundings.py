@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.kernels.cpu.compile import of_this_user
@@ -61,18 +60,6 @@ def test_a_process_group_that_was_made_in_stage_2_is_an_error(rank: int) -> None
     forget_process_group(optimizer)
     with pytest.raises(ValueError, match="a process group of 8 ranks was made when this optimizer was in stage 2"):
         run(case, rank, optimizer, params, 3, 3)
-
-
-def test_frozen_parameters_may_be_of_any_kind_and_do_not_change() -> None:
-    frozen = [nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)]
-    frozen += [nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)]
-    trained, before = nn.Parameter(torch.ones(5)), bits(frozen)
-    optimizer = build("OneBitAdam", [*frozen, trained], weight_decay=0.5, freeze_step=2)
-    for _ in range(4):
-        trained.grad = torch.ones(5)
-        optimizer.step()
-    assert optimizer.compressing and bits(frozen) == before and bool((trained != 1).all())
-    assert list(optimizer.state) == [trained]
 
 
 @on_ranks(2)

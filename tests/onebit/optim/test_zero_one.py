@@ -313,15 +313,6 @@ def test_what_will_never_have_a_variance_is_said_once(last: int | None, broken: 
     assert found == warned
 
 
-def test_what_is_held_by_a_mask_is_no_surprise(recwarn: Any) -> None:
-    p, mask = nn.Parameter(torch.ones(6)), torch.tensor([True] * 3 + [False] * 3)
-    optimizer = onebit.ZeroOneAdam([{"params": [p], "mask": mask}], var_update_scaler=2, var_freeze_step=5)
-    for _ in range(8):
-        p.grad = torch.randn(6)
-        optimizer.step()
-    assert not len(recwarn)
-
-
 # Errors
 
 
