@@ -92,23 +92,6 @@ def test_saving_changes_nothing_and_states_load_before_parameters(rank, kind):
     assert compressing and skipped == 1 and nbytes > 0 and (ratio is None) == (kind != "OneBitLamb")
 
 
-@pytest.mark.parametrize("there", [2, 3, 5, 9])
-@pytest.mark.parametrize(("kind", "options"), [("OneBitAdam", AUTO), ("OneBitLamb", FREEZE)], ids=str)
-def test_loading_a_state_of_before_the_freeze_continues_from_it(kind, options, there):
-    """As after a spike of the loss: flags of the last step that were not read yet are dropped."""
-    case = Case(kind, options=options)
-    params, optimizer = trained(case, 0, 2)
-    state = snapshot(optimizer.state_dict())
-    again, other = trained(case.but(seed=1), 0, there)
-    states.set_parameters(again, params)
-    other.load_state_dict(state)
-    assert not other.compressing
-    coefficients = {name for name in state["state"][0] if name.startswith("coeff")}
-    assert set(other.state[again[0]]) == {"step", "exp_avg", "exp_avg_sq"} | coefficients
-    assert_go_on_alike(case, 0, (params, optimizer), (again, other), 3, 10)
-    assert optimizer.compressing
-
-
 # As torch.optim has it
 
 

@@ -102,21 +102,6 @@ def test_step_hooks_run_in_torchs_order_and_may_change_gradients_and_arguments(c
 
 
 @both
-def test_gradients_on_or_off_around_a_step_change_nothing(case: Case) -> None:
-    ends = set()
-    for mode in (torch.no_grad, torch.enable_grad):
-        trained = started(case)
-        with mode():
-            trained.on(START + 1, START + 2)
-            trained.optimizer.load_state_dict(snapshot(trained.optimizer.state_dict()))
-            trained.on(START + 3, START + 4)
-            assert torch.is_grad_enabled() == (mode is torch.enable_grad)
-        assert all(p.requires_grad and p.is_leaf for p in trained.params)
-        ends.add(bits(trained.params))
-    assert len(ends) == 1
-
-
-@both
 def test_a_closure_is_called_once_a_step_and_its_loss_is_returned(case: Case) -> None:
     one, other = started(case), started(case)
     calls: list[float] = []

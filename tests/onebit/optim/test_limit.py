@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 import onebit
-from onebit.kernels.data.limit import LANES
 from onebit.optim.limit import USUAL
 from onebit.report.skips import SHORTENED_FOR
 
@@ -121,14 +119,3 @@ def test_a_local_step_after_one_that_was_left_out_has_a_limit_too() -> None:
         tiny.grad = 1e-18 * (g + g.sign())  # whose squares fp32 still holds, but not the squares of 1 / them
         optimizer.step()
     assert tiny.isfinite().all() and optimizer.current.parts[0].state[USUAL.name].isfinite().all()
-
-
-def test_numbers_of_blocks_are_added_up_by_parameter() -> None:
-    """Of more blocks, too, than are added up at a time."""
-    params = [nn.Parameter(torch.ones(n)) for n in (32 * LANES * 2 + 40, 0, 40, 4097)]
-    optimizer = onebit.OneBitAdam(params, block_size=32)
-    state = optimizer.current.parts[0].state
-    of_blocks = torch.arange(state.layout.blocks, dtype=torch.float32)
-    ends = [*state.layout.first.tolist(), state.layout.used_blocks]
-    wanted = [sum(range(a, b)) for a, b in pairwise(ends)]
-    assert state.of_parameters(of_blocks).tolist() == wanted

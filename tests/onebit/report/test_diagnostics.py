@@ -49,6 +49,8 @@ def test_norms_and_scales(rank: int, kind: str, scale: str, reply: Any) -> None:
     variances = [optimizer.state[p]["exp_avg_sq"] for p in params]
     np.testing.assert_allclose(said("variance_norm"), norms(variances), rtol=1e-5)
     assert not any("residual_norm" in own for own in optimizer.diagnostics().values())
+    if kind == "OneBitLamb":
+        assert said("coefficient") == optimizer.current.states[0]["coefficient"].tolist()
     run.on(4, 8)
     (reducer,) = optimizer.current.reducers
     state, e = reducer.state, reducer.exchange.residual.left_out()
@@ -63,16 +65,6 @@ def test_norms_and_scales(rank: int, kind: str, scale: str, reply: Any) -> None:
     optimizer.setup.topology.replicas.all_sum(squares, "adding up shards in a test").wait()
     by_servers = [state.cut(torch.zeros_like(e) if server is None else server, i) for i in range(len(params))]
     np.testing.assert_allclose(squares.sqrt(), norms(by_servers), rtol=5e-5)
-
-
-def test_coefficients_are_those_of_the_last_step() -> None:
-    run = Run(Case("OneBitLamb", options={"freeze_step": 50}), 2)
-    optimizer, params, before = run.optimizer, run.params, [p.detach().clone() for p in run.params]
-    run.on(3, 3)
-    for p, old, said in zip(params, before, optimizer.diagnostics().values(), strict=True):
-        s = optimizer.state[p]
-        u = (s["exp_avg"] / (1 - 0.9**3)) / ((s["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8)
-        assert said["coefficient"] == pytest.approx(min(0.3, max(0.01, float(old.norm() / u.norm()))), rel=1e-4)
 
 
 def test_a_parameter_without_elements_has_numbers() -> None:
