@@ -93,11 +93,15 @@ def test_a_resumed_run_is_the_same(name: str) -> None:
 
 # Clipped
 
+LARGER = ((8, 8, 2.5), (11, 11, 100.0))
 CLIPS = {
     "Adam": (2, ADAM.but(steps=18), 3.0),
     "Adam, a norm that is never reached": (2, ADAM.but(steps=6), 1e6),
     "LAMB": (2, ADAM.but(kind="OneBitLamb", steps=6), 3.0),
+    "Adam, a large gradient in stage 1": (2, ADAM.but(grown=((2, 2, 100.0),)), 3.0),
+    "Adam, some larger ones, and one that noise does not explain": (2, ADAM.but(steps=14, grown=LARGER), 3.0),
     "0/1 Adam": (3, ZERO_ONE.but(steps=30), 3.0),
+    "0/1 Adam, larger gradients": (3, ZERO_ONE.but(steps=30, grown=((2, 2, 9.0), *LARGER, (16, 16, 50.0))), 3.0),
     "some not compressed": (2, APART, 1.0),
     "some not compressed, of nodes": (4, APART.but(each=2), 1.0),
     "some of 0/1 Adam's": (2, SPACED.but(steps=6), 1.0),
