@@ -28,10 +28,10 @@ from onebit.elastic import following
 from onebit.parallel.watch import shared_tensors
 from tests.onebit.checkpoint.states import other_parameters
 from tests.onebit.elastic.moves import group_of, needs_ipv6
+from tests.onebit.elastic.test_halfway import take
 from tests.onebit.elastic.test_reform import AUTO, CHUNKS, FULL, LOCAL, SYNCS, TENSOR, case
-from tests.onebit.optim.contract import backward, give
 from tests.onebit.optim.test_memory import living
-from tests.onebit.runs import Case, bits, take
+from tests.onebit.runs import Case, bits
 from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
@@ -47,7 +47,6 @@ class Following:
     case: Case
     begins: int
     joins: int
-    clips: bool = False
     reforms: int = 0  # the step after which the two that are there go on as another group
     then: str = ""  # what becomes of the giver, or of the run, before ranks change
 
@@ -72,7 +71,7 @@ FOLLOWED = {
     "steps that are skipped": Following(case(A).but(bad=((2, 0, float("nan")), (6, 1, float("inf")))), 1, 7),
     "one node": Following(case(A).but(each=2), 2, 6),
     "stage 1 that ends by itself": Following(case(A).but(options=BY_ITSELF), 2, 5),
-    "gradients that are clipped": Following(case(A), 1, 5, clips=True),
+    "gradients that are clipped": Following(case(A).but(clip=0.5), 1, 5),
     "overlap": Following(case(A, **CHUNKS, overlap=True), 4, 7),
     "ranks that change meanwhile": Following(case(A, **CHUNKS), 2, 8, reforms=5),
 }
@@ -125,7 +124,7 @@ def _work(rank: int, following: Following) -> Found:
         sent = sum(all_gather_json(transport_for(group(3)), CPU, everyone.sent, "bytes"))
     at_once = same_on_all(optimizer)
     for step in range(following.joins + 1, following.joins + 6):
-        step_of(following, rank, optimizer, params, step)
+        take(following.case, rank, optimizer, params, step)
     optimizer.synchronize()
     return Found(at_once, [g["lr"] for g in optimizer.param_groups], same_on_all(optimizer), sent)
 
@@ -156,7 +155,7 @@ def run_until_joined(rank: int, following: Following) -> Iterator[tuple[Any, Any
                 dist.barrier(group(3))
                 wait_for_follower(giver)
                 dist.barrier(two)
-            step_of(following, rank, optimizer, params, step)
+            take(following.case, rank, optimizer, params, step)
             for g in optimizer.param_groups:
                 g["lr"] *= 0.9
             if step == following.reforms:
@@ -170,18 +169,6 @@ def run_until_joined(rank: int, following: Following) -> Iterator[tuple[Any, Any
     yield optimizer, params
     if giver is not None and not following.then:
         giver.close()
-
-
-def step_of(following: Following, rank: int, optimizer: Any, params: Any, step: int) -> None:
-    if following.case.options.get("overlap"):
-        backward(following.case, rank, optimizer, params, step)
-        optimizer.step()
-    elif following.clips:
-        give(following.case, params, step, rank)
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-    else:
-        take(following.case, rank, optimizer, params, step)
 
 
 def wait_for_follower(giver: onebit.Giver | None) -> None:

@@ -21,8 +21,9 @@ from onebit.kernels.data.wire import MessageError
 from onebit.optim.flat_state import FlatState
 from onebit.optim.setup import Setup
 from tests.faults.striking import AVERAGE, EXCHANGE, FINITE, GATHER, SCATTER, SPREAD
+from tests.onebit import runs
 from tests.onebit.elastic.failing import Failing, Failure
-from tests.onebit.optim.contract import backward, give
+from tests.onebit.optim.contract import backward
 from tests.onebit.runs import Case, bits, same, snapshot
 from tests.ranks import group, run_ranks, run_ranks_once
 
@@ -50,7 +51,7 @@ class Death:
     options: dict[str, Any]
     failures: dict[int, Failure]
     taken: int
-    clip: float = 0.0
+    clip: float | None = None
     each: int = 1  # ranks a node
     dtype: str = "float32"
     last_dtype: str = ""
@@ -68,7 +69,7 @@ class Death:
     @property
     def case(self) -> Case:
         shapes = LARGER if self.options.get("chunks") == "auto" else SHAPES
-        more = {name: getattr(self, name) for name in ("options", "dtype", "last_dtype", "bad", "each")}
+        more = {name: getattr(self, name) for name in ("options", "dtype", "last_dtype", "bad", "each", "clip")}
         return Case(self.kind, shapes, groups=({}, self.group), **more)
 
 
@@ -202,7 +203,7 @@ def die_while_joining(rank: int, size: int) -> Any:
     case = Case(A, SHAPES, options={**FROZEN, "reply": "auto"})
     params, optimizer = case.made(group(2 if rank < 2 else 3))
     for step in range(1, 6 if rank < 2 else 1):
-        take(case, rank, optimizer, params, step, 0)
+        take(case, rank, optimizer, params, step)
     die_again(optimizer, Failing(group(3), Failure(0, BUILDING, skip=1) if rank else None))
     if rank == 2:
         return None
@@ -210,7 +211,7 @@ def die_while_joining(rank: int, size: int) -> Any:
     states = optimizer.state_dict()["state"].values()
     messages = [bits([own[name] for name in sorted(own) if name.startswith("momentum")]) for own in states]
     for step in range(6, 9):
-        take(case, rank, optimizer, params, step, 0)
+        take(case, rank, optimizer, params, step)
     return messages, state_of(optimizer, params)[0]
 
 
@@ -249,7 +250,7 @@ def run(rank: int, death: Death, failure: Failure | None, failed: bool = False) 
     try:
         while step <= last:
             transport.step = step
-            take(case, rank, optimizer, params, step, death.clip)
+            take(case, rank, optimizer, params, step)
             step += 1
     except CollectiveError:
         assert failure is not None and step == failure.step
@@ -268,17 +269,15 @@ def run(rank: int, death: Death, failure: Failure | None, failed: bool = False) 
     attempts = int(optimizer.current.stages.counts.sum())
     after, synchronized = state_of(optimizer, params), optimizer.synchronized
     for step in range(attempts + 1, attempts + 4):
-        take(case, rank, optimizer, params, step, death.clip)
+        take(case, rank, optimizer, params, step)
     return {"steps": attempts, "in step": synchronized, "after": after, "later": state_of(optimizer, params)}
 
 
-def take(case: Case, rank: int, optimizer: Any, params: Any, step: int, clip: float) -> None:
-    if case.options.get("overlap"):
-        backward(case, rank, optimizer, params, step)
-    else:
-        give(case, params, step, rank)
-    if clip:
-        optimizer.clip_grad_norm_(clip)
+def take(case: Case, rank: int, optimizer: Any, params: Any, step: int) -> None:
+    """By autograd where messages leave in backward."""
+    if not case.options.get("overlap"):
+        return runs.take(case, rank, optimizer, params, step)
+    backward(case, rank, optimizer, params, step)
     optimizer.step()
 
 
@@ -320,7 +319,7 @@ def die_in_an_exchange(rank: int, size: int, called: bool, failing: int, skip: i
         try:
             for step in range(1, at + (not called)):
                 transport.step = step
-                take(case, rank, optimizer, params, step, 0)
+                take(case, rank, optimizer, params, step)
             transport.step = at
             if called and (dies or failing == 1):
                 if not last_dtype:
@@ -351,7 +350,7 @@ def die_in_backward(rank: int, size: int) -> Any:
         transport, params = Failing(group(3), failure), case.parameters()
         optimizer = case.build(params, transport)
         for step in range(1, 6):
-            take(case, rank, optimizer, params, step, 0)
+            take(case, rank, optimizer, params, step)
         transport.step = 6
         if dies:
             backward(case, rank, optimizer, params, 6)
@@ -377,13 +376,13 @@ def be_late(rank: int, size: int) -> Any:
     case = Case(Z, SHAPES, options={**LOCAL})
     params, optimizer = case.made(group())
     for step in range(1, (11, 9, 9)[rank]):
-        take(case, rank, optimizer, params, step, 0)
+        take(case, rank, optimizer, params, step)
     if rank == 2:
         return None
     onebit.reform(optimizer, group(2))
     assert not optimizer.synchronized
     steps, x = [optimizer.steps], bits(params)
     for step in range(11, 15):
-        take(case, rank, optimizer, params, step, 0)
+        take(case, rank, optimizer, params, step)
     optimizer.synchronize()
     return {"steps": [*steps, optimizer.steps], "skipped": optimizer.skipped_steps, "x": x, "end": bits(params)}
