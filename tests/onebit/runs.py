@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -241,6 +242,20 @@ def refused(error: Any, *parts: str) -> Iterator[None]:
     with pytest.raises(error) as caught:
         yield
     assert_message(caught, *parts)
+
+
+@contextmanager
+def on_warnings(action: Any = "always", category: type[Warning] = Warning, message: str = "") -> Iterator[list[str]]:
+    """The texts of warnings meanwhile; with "ignore" or "error" those that begin so are passed over, or are errors."""
+    texts: list[str] = []
+
+    def note(text: Any, its_category: type[Warning], *_: Any) -> None:
+        texts.extend([str(text)] * issubclass(its_category, category))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings(action, message, category)
+        warnings.showwarning = note
+        yield texts
 
 
 def on_ranks(size: int = 0, once: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:

@@ -2,7 +2,6 @@
 the conventions of torch.optim (hooks, schedules, groups, copies, parameters that do not train)."""
 
 import copy
-import warnings
 from math import inf, nan
 
 import pytest
@@ -14,7 +13,7 @@ from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, assert_go_on_alike, checkpoint, trained
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import resumes
-from tests.onebit.runs import Case, bits, build, kinds, on_ranks, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, take
 from tests.ranks import group
 
 FREEZE = {"freeze_step": 3}
@@ -76,8 +75,7 @@ def test_saving_changes_nothing_and_states_load_before_parameters(rank, kind):
         assert all(v.stride() == torch.empty(v.shape).stride() for own in state["state"].values() for v in own.values())
         chunks = "auto" if optimizer.compressing else 3  # measured anew, the saved ones are kept
         other, kept = case.but(options={**options, "chunks": chunks}).build(beside, group()), snapshot(state)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with on_warnings("error"):
             other.load_state_dict(snapshot(state))
             optimizer.load_state_dict(state)
         states.set_parameters(beside, params)

@@ -1,8 +1,6 @@
 """torch.distributed.checkpoint carries an optimizer's state, whatever its options: in memory, where it walks the live
 one, and by files, as PyTorch's own recipe has it, or by way of make_room into a new optimizer."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,7 @@ import onebit
 from tests.checkpoints import Holder
 from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import TWO_GROUPS, checkpoint, trained
-from tests.onebit.runs import Case, bits, on_ranks, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, on_ranks, on_warnings, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 OPTIONS = {
@@ -160,8 +158,7 @@ def loading(rank, size, case, folder, how, steps, new, values):
     params, optimizer = trained(case.but(seed=1), rank, 0 if new else steps, group())
     if new:
         onebit.make_room(folder, Holder(params), optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the state does not hold the residuals")
+    with on_warnings("error", message="the state does not hold the residuals"):
         dcp.load(entries(how, params, optimizer), checkpoint_id=folder, process_group=group())
     if how == "alone":
         states.set_parameters(params, values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from tests import oracle
 from tests.collectives.work import logged
 from tests.onebit.checkpoint.states import other_parameters
 from tests.onebit.optim.simulation import After, after
-from tests.onebit.runs import Case, take
+from tests.onebit.runs import Case, on_warnings, take
 from tests.ranks import MOST, group, run_ranks
 
 MORE = 10  # steps after a reform
@@ -107,8 +106,7 @@ def group_of(ranks: Sequence[int], rank: int) -> Any:
 
 
 def work(rank: int, size: int, move: Move) -> Moved:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the variance: other tests are of these
+    with on_warnings("ignore", UserWarning):  # of the variance: other tests are of these
         return _moved(rank, move)
 
 

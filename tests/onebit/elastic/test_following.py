@@ -7,7 +7,6 @@ import math
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from tests.onebit.elastic.moves import group_of, needs_ipv6
 from tests.onebit.elastic.test_halfway import take
 from tests.onebit.elastic.test_reform import AUTO, CHUNKS, FULL, LOCAL, SYNCS, TENSOR, case
 from tests.onebit.optim.test_memory import living
-from tests.onebit.runs import Case, bits
+from tests.onebit.runs import Case, bits, on_warnings
 from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
@@ -112,8 +111,7 @@ class Sends(TorchTransport):
 
 
 def work(rank: int, size: int, following: Following) -> Found:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the variance: other tests are of these
+    with on_warnings("ignore", UserWarning):  # of the variance: other tests are of these
         return _work(rank, following)
 
 

@@ -24,7 +24,7 @@ from tests.faults.striking import AVERAGE, EXCHANGE, FINITE, GATHER, SCATTER, SP
 from tests.onebit import runs
 from tests.onebit.elastic.failing import Failing, Failure
 from tests.onebit.optim.contract import backward
-from tests.onebit.runs import Case, bits, same, snapshot
+from tests.onebit.runs import Case, bits, on_warnings, same, snapshot
 from tests.ranks import group, run_ranks, run_ranks_once
 
 BF16, INF, NAN = "bfloat16", math.inf, math.nan
@@ -226,10 +226,8 @@ def assert_owed_alike(got: Any, wanted: Any) -> None:
 
 def die(rank: int, size: int, death: Death) -> list[Any]:
     """The state after the reform and three more steps: of the run with the death, and of the one without."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        with mock.patch.object(Setup, "choose_chunks", choose_chunks):
-            return [run(rank, death, death.failures.get(rank), True), run(rank, death, None)]
+    with on_warnings("ignore", UserWarning), mock.patch.object(Setup, "choose_chunks", choose_chunks):
+        return [run(rank, death, death.failures.get(rank), True), run(rank, death, None)]
 
 
 def die_again(optimizer: Any, ranks: Failing) -> None:

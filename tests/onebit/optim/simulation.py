@@ -7,7 +7,6 @@ within rounding of 0) changes nothing that is compared later.
 
 import copy
 import functools
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from tests import oracle
 from tests.collectives import steps
 from tests.collectives.steps import HALF_PLACE, ROUNDING, whole_scale
-from tests.onebit.runs import Case, arrays, bits, take
+from tests.onebit.runs import Case, arrays, bits, on_warnings, take
 from tests.ranks import group, run_ranks
 from tests.wire import values_of
 
@@ -120,8 +119,7 @@ class After:
 def record_run(rank, size, case, extra_syncs=()):
     """extra_syncs: steps after which ranks synchronise, whatever the schedule says."""
     params, found = case.parameters(), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # other tests are of these
+    with on_warnings("ignore", UserWarning):  # other tests are of these
         optimizer = case.build(params, group_or_none(size))
         for step in range(1, case.steps + 1):
             coming = getattr(optimizer, "schedule", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import nn
 import onebit
 from onebit.optim.limit import USUAL
 from onebit.report.skips import SHORTENED_FOR
+from tests.onebit.runs import on_warnings
 
 LOCAL = {"var_freeze_step": 60, "local_step_scaler": 20, "local_step_clipper": 8}
 RUNS = {
@@ -85,12 +85,11 @@ def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shap
 def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
     net = nn.Linear(20, 20, bias=False)
     optimizer = onebit.OneBitAdam(net.parameters(), lr=1e-6, freeze_step=10)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings() as texts:
         for step in range(2 * SHORTENED_FOR + 30):
             net.weight.grad = torch.randn(20, 20) * (1000.0 if step >= 20 else 1.0)
             optimizer.step()
-            said = [str(w.message) for w in caught if "gradients have grown" in str(w.message)]
+            said = [text for text in texts if "gradients have grown" in text]
             assert len(said) == (step >= 20 + SHORTENED_FOR)
     assert "update_limit" in said[0] and "Clip gradients" in said[0]
 

@@ -5,7 +5,6 @@ A parameter is trained as the contiguous one that its memory is: the twin. `stor
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.checkpoints import Holder
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import backward, give, options, started
 from tests.onebit.optim.test_parameter_changes import step_refused
-from tests.onebit.runs import Case, assert_message, bits, build, on_ranks, run, same, snapshot, take
+from tests.onebit.runs import Case, assert_message, bits, build, on_ranks, on_warnings, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 SHAPES = ((4, 2, 5, 3), (33,), (6, 7), (5, 1, 1, 9), (2, 2, 2, 2, 3))  # as they lie in memory
@@ -237,12 +236,11 @@ def test_a_ranks_own_state_in_another_order(rank: int, size: int, reply: Any) ->
     """What servers have left out lies elsewhere: without the others' states it is lost, which is said."""
     case = options(CASE.but(steps=7), reply=reply)
     state, values = recorded(rank, size, case)[-1]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings() as texts:
         params = go_on(case, state, values, "contiguous", 8, rank, group())
     assert all(bool(p.isfinite().all()) for p in params)
-    assert len(caught) == (reply == 1)
-    assert all("does not hold the residuals of all 2 ranks" in str(w.message) for w in caught)
+    assert len(texts) == (reply == 1)
+    assert all("does not hold the residuals of all 2 ranks" in text for text in texts)
     return bits(params)
 
 

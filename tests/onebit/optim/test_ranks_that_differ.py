@@ -1,13 +1,11 @@
 """Ranks with different options or parameters: the same error on all, which names the rank and the difference."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 
 import onebit
-from tests.onebit.runs import assert_message, bits, build, on_ranks, parameters, refused
+from tests.onebit.runs import assert_message, bits, build, on_ranks, on_warnings, parameters, refused
 from tests.ranks import group
 
 
@@ -20,8 +18,7 @@ def error_of_the_first_step(rank, kind, which, own):
         params[1].data[0, 0] += 1e-6
     params = [nn.Parameter(p.detach().to(own.get("dtype", torch.float32))) for p in params]
     own.pop("dtype", None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # freeze_step=5 without bias correction
+    with on_warnings("ignore"):  # freeze_step=5 without bias correction
         groups = [{"params": params[:1]}, {"params": params[1:], **group_of_the_last}]
         optimizer = build(kind, groups, **{"freeze_step": 5, "process_group": group(), **own})
     for p in params:

@@ -7,7 +7,6 @@ import gc
 import math
 import os
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from onebit.collectives.transport.protocol import LocalTransport
 from onebit.kernels.cpu.compile import of_this_user
 from tests.internals import forget_process_group
 from tests.onebit.optim.contract import backward, give, started
-from tests.onebit.runs import Case, arrays, bits, build, kinds, on_ranks, run, same, snapshot, take
+from tests.onebit.runs import Case, arrays, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, take
 from tests.ranks import group
 
 
@@ -67,8 +66,7 @@ def test_warnings_that_are_errors_leave_no_rank_waiting(rank: int) -> None:
     """A freeze warning on rank 0, where warnings are errors; the other ranks go on to the next step's collectives."""
     case, texts = Case(options={"freeze_step": 2}, untouched=((0, 3, 50),)), []
     params, optimizer = started(case, 0, rank, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with on_warnings("error"):
         for step in range(1, 5):
             try:
                 take(case, rank, optimizer, params, step)

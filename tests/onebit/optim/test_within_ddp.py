@@ -4,7 +4,6 @@ rounded to 16 bits for the network, or scaled by a GradScaler."""
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.optim import gradients
 from tests.onebit.optim.test_zero_one import CASE, LOCAL
-from tests.onebit.runs import OPTIMIZERS, bits, build, nodes_of, on_ranks
+from tests.onebit.runs import OPTIMIZERS, bits, build, nodes_of, on_ranks, on_warnings
 from tests.ranks import group, run_ranks
 
 HALF, BF16 = torch.float16, torch.bfloat16
@@ -88,13 +87,10 @@ def trained(rank: int, size: int, net: Net, ddp: bool, more: dict[str, Any]) -> 
 
 def watched(rank: int, size: int, net: Net, ddp: bool, more: dict[str, Any]) -> Trained:
     """Nothing is warned of, and over a node DDP averages, or a step does."""
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        patch.object(gradients, "average_slices", wraps=gradients.average_slices) as average,
-    ):
-        warnings.simplefilter("always")
+    counted = patch.object(gradients, "average_slices", wraps=gradients.average_slices)
+    with on_warnings() as said, counted as average:
         found = trained(rank, size, net, ddp, more)
-    assert not [str(w.message) for w in caught if "onebit" in str(w.message)]
+    assert not [text for text in said if "onebit" in text]
     assert net.each == 1 or {**net.options, **more}.get("overlap") or bool(average.call_count) == (not ddp)
     return found
 

@@ -4,7 +4,6 @@ of ranks, what local steps are not to break, warnings and errors. test_contract.
 from __future__ import annotations
 
 import math
-import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import GROUPS, record_run
 from tests.onebit.optim.zero_one_simulation import ZeroOneSimulation
-from tests.onebit.runs import Case, bits, on_ranks, refused, run, snapshot, take
+from tests.onebit.runs import Case, bits, on_ranks, on_warnings, refused, run, snapshot, take
 from tests.oracle import zero_one
 from tests.ranks import run_ranks
 
@@ -302,10 +301,9 @@ def test_what_will_never_have_a_variance_is_said_once(last: int | None, broken: 
         params[2].grad = torch.randn(6) if step >= 10 else None
         if step == broken:
             params[0].grad[0] = torch.nan
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with on_warnings() as said:
             optimizer.step()
-        for text in (str(one.message) for one in caught if "variance" in str(one.message)):
+        for text in (each for each in said if "variance" in each):
             found.append(step)
             assert ("at the freeze" if last == 2 else "after step 5, the last one that updates it") in text
             assert "1 of group 0 (shape (6,)) (3 of 6), 2 of group 0 (shape (6,)) (6 of 6)" in text

@@ -4,7 +4,6 @@ copies, `join`, and DDP's buckets, which backward passes that compressed steps f
 import copy
 import gc
 import io
-import warnings
 import weakref
 from contextlib import nullcontext
 
@@ -21,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import onebit
 from onebit.parallel.buckets import LOCAL
 from tests.collectives.work import error_of
-from tests.onebit.runs import bits, build, kinds, nodes_of, on_ranks, refused
+from tests.onebit.runs import bits, build, kinds, nodes_of, on_ranks, on_warnings, refused
 from tests.ranks import group, run_ranks
 
 
@@ -106,13 +105,12 @@ def test_forgetting_attach_warns_once(rank, how):
     called = model if how == "no DDP" else DistributedDataParallel(model, process_group=group())
     if how == "attached":
         onebit.attach(called, optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings(category=UserWarning) as said:
         for step in range(5):
             optimizer.zero_grad()
             (loss_of(called, rank, step) * (how != "zeros" or step > 0)).backward()
             optimizer.step()
-    texts = [str(w.message) for w in caught if w.category is UserWarning and "onebit" in str(w.message)]
+    texts = [text for text in said if "onebit" in text]
     assert len(texts) == (how == "forgotten" and rank == 0)
     for text in texts:
         says = ("DistributedDataParallel", "onebit.attach(model, optimizer)", "no time is gained")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import warnings
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,7 +20,7 @@ from tests.limits import HUNG
 from tests.onebit.checkpoint.states import set_parameters
 from tests.onebit.optim.contract import options
 from tests.onebit.optim.test_contract import APART, LOCAL, SPACED, ZERO_ONE
-from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, on_ranks, snapshot, unchanged
+from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, on_ranks, on_warnings, snapshot, unchanged
 from tests.ranks import group, run_ranks
 
 OPTIONS = {"freeze_step": 3, "chunks": 3}
@@ -82,10 +81,9 @@ def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[st
             if optimizer.setup.options.overlap:
                 early.append(optimizer.overlap.in_flight)
             if (now, step) != ("no_sync", 6):
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
+                with on_warnings() as texts:
                     end_step(now, case, rank, optimizer, params, step)
-                warned += [str(w.message) for w in caught if "overlap" in str(w.message)]
+                warned += [text for text in texts if "overlap" in text]
         if (now, step) != ("no_sync", 6):
             one, other = ((o.synchronized and snapshot(o.state_dict()), bits(params)) for o, params in runs)
             equal.append(one == other if one[0] is False else unchanged(one[0], other[0]) and one[1] == other[1])
