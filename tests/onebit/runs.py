@@ -148,6 +148,13 @@ def take(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step
     optimizer.step()
 
 
+def step_by(optimizer: Any, gradient: Callable[[Any], Any] = torch.ones_like) -> None:
+    """A step of gradients that are made of each parameter."""
+    for p in (p for g in optimizer.param_groups for p in g["params"]):
+        p.grad = gradient(p)
+    optimizer.step()
+
+
 def clip_as_asked(case: Case, optimizer: Any) -> None:
     if case.clip is not None:
         optimizer.clip_grad_norm_(case.clip)

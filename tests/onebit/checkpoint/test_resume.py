@@ -13,7 +13,7 @@ from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, assert_go_on_alike, checkpoint, trained
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import resumes
-from tests.onebit.runs import Case, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, step_by, take
 from tests.ranks import group
 
 FREEZE = {"freeze_step": 3}
@@ -164,11 +164,9 @@ def test_parameters_that_do_not_train_have_no_state(kind):
     assert same(state, kept), "training changed the state that was loaded"
 
 
-def steps_of(params, optimizer, *gradients):
+def steps_of(optimizer, *gradients):
     for value in gradients:
-        for p in params:
-            p.grad = torch.full_like(p, value)
-        optimizer.step()
+        step_by(optimizer, lambda p, value=value: torch.full_like(p, value))
 
 
 @pytest.mark.parametrize("frozen", [slice(None), slice(0, 500)], ids=["all", "the small ones"])
@@ -178,7 +176,7 @@ def test_a_state_saved_while_parameters_are_frozen_goes_on(frozen):
         return params, onebit.OneBitAdam(params, lr=1e-2, freeze_step=1)
 
     (params, optimizer), (others, again) = built(), built()
-    steps_of(params, optimizer, 0.1, 0.2)
+    steps_of(optimizer, 0.1, 0.2)
     for p in params[frozen]:
         p.requires_grad_(False)
     state = copy.deepcopy(optimizer.state_dict())
@@ -186,8 +184,8 @@ def test_a_state_saved_while_parameters_are_frozen_goes_on(frozen):
         p.requires_grad_(True)
     states.set_parameters(others, params)
     again.load_state_dict(state)
-    steps_of(params, optimizer, 0.3, 0.4)
-    steps_of(others, again, 0.3, 0.4)
+    steps_of(optimizer, 0.3, 0.4)
+    steps_of(again, 0.3, 0.4)
     assert bits(params) == bits(others)
 
 
@@ -195,14 +193,14 @@ def test_lambs_coefficients_of_before_a_group_was_added_are_not_saved():
     params = [nn.Parameter(torch.ones(40)) for _ in range(3)]
     options = {"lr": 1e-3, "freeze_step": onebit.FreezeRule(window=32)}
     optimizer = onebit.OneBitLamb(params[:2], **options)
-    steps_of(params[:2], optimizer, *[1.0] * 20)
+    steps_of(optimizer, *[1.0] * 20)
     optimizer.add_param_group({"params": params[2:]})
-    steps_of(params, optimizer, *[1.0] * 5)
+    steps_of(optimizer, *[1.0] * 5)
     again = onebit.OneBitLamb(
         [{"params": params[:2]}, {"params": params[2:]}], lr=1e-3, freeze_step=onebit.FreezeRule(window=32)
     )
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(40):
-        steps_of(params, optimizer, 1.0)
-        steps_of(params, again, 1.0)
+        steps_of(optimizer, 1.0)
+        steps_of(again, 1.0)
     assert optimizer.freeze_ratio == again.freeze_ratio is not None

@@ -30,7 +30,7 @@ from tests.onebit.elastic.moves import group_of, needs_ipv6
 from tests.onebit.elastic.test_halfway import take
 from tests.onebit.elastic.test_reform import AUTO, CHUNKS, FULL, LOCAL, SYNCS, TENSOR, case
 from tests.onebit.optim.test_memory import living
-from tests.onebit.runs import Case, bits, on_warnings
+from tests.onebit.runs import Case, bits, on_warnings, step_by
 from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
@@ -182,19 +182,13 @@ def alone(*sizes: int, **options: Any) -> Any:
     return onebit.OneBitAdam(params, **{"freeze_step": 1000, **options})
 
 
-def step_alone(optimizer: Any) -> None:
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-
-
 def test_where_more_piles_up_than_a_state_has_the_state_is_sent_anew() -> None:
     run = alone(2**20)
     giver = onebit.Giver(run, HOST)
     link, kinds, received = connect(giver.address), [], 0
     wait_for_follower(giver)
     for _ in range(12):
-        step_alone(run)
+        step_by(run)
     giver.end()
     while not kinds or kinds[-1]["kind"] != "end":
         value, tensors = receive_tensors(link, 0, CPU, "test")
@@ -212,7 +206,7 @@ def test_what_is_given_waits_while_the_giver_is_in_a_step(monkeypatch: pytest.Mo
     giver = onebit.Giver(run, HOST)
     link, kinds = connect(giver.address), list[str]()
     wait_for_follower(giver)
-    step_alone(run)  # the state fills what the connection holds: nobody receives
+    step_by(run)  # the state fills what the connection holds: nobody receives
     receiving = threading.Thread(target=lambda: kinds.append(receive_tensors(link, 0, CPU, "test")[0]["kind"]))
     with giver.giving_way():
         receiving.start()
@@ -224,7 +218,7 @@ def test_what_is_given_waits_while_the_giver_is_in_a_step(monkeypatch: pytest.Mo
     receiving.join(60)
     assert kinds == ["state"]
     with mock.patch.object(onebit.Giver, "giving_way", autospec=True, side_effect=onebit.Giver.giving_way) as gives_way:
-        step_alone(run)
+        step_by(run)
     gives_way.assert_called_once()
     giver.close()
     link.close()
@@ -270,17 +264,17 @@ def follow_and_count(rank: int, size: int, numel: int, dtype: torch.dtype) -> in
         dist.barrier(group())
         return max(counts)
     for _ in range(4):
-        step_alone(optimizer)
+        step_by(optimizer)
     params[0].grad = None
     counted(lambda: None)()
     giver = onebit.Giver(optimizer, HOST)
     all_gather_json(world, CPU, giver.address, "address")
     wait_for_follower(giver)
-    step_alone(optimizer)
+    step_by(optimizer)
     for _ in range(2):
         dist.barrier(group())
         giver.parameters_changed()
-        step_alone(optimizer)
+        step_by(optimizer)
     giver.end()
     dist.barrier(group())  # all has been sent
     return counts[0]
@@ -307,7 +301,7 @@ def test_a_giver_ends_with_its_optimizer() -> None:
     address = onebit.Giver(run, HOST).address
     link = connect(address)
     wait_for_follower(run.giver)
-    step_alone(run)
+    step_by(run)
     own = set(threading.enumerate()) - others
     assert {thread.name for thread in own} == {"onebit giver", "onebit log"}
     del run
@@ -337,7 +331,7 @@ def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(ValueError, match="has a Giver already"):
         onebit.Giver(run, HOST)
     with pytest.raises(ValueError, match="has taken steps"):
-        step_alone(run)
+        step_by(run)
         onebit.follow(run, giver.address)
     for other, name in ((alone(31), "elements 30, this process 31"), (alone(30, block_size=64), "block_size")):
         said = heard_while_it_steps(run, other)
@@ -360,7 +354,7 @@ def test_one_that_follows_takes_no_step_and_gives_nothing() -> None:
     giver = onebit.Giver(run, HOST)
     assert heard_while_it_steps(run, new) == []
     with pytest.raises(ValueError, match=r"call onebit\.reform first"):
-        step_alone(new)
+        step_by(new)
     with pytest.raises(ValueError, match=r"after onebit\.reform"):
         onebit.Giver(new, HOST)
     giver.end()
@@ -391,11 +385,11 @@ def test_a_state_that_comes_anew_does_not_end_the_wait_for_the_first() -> None:
     with slowly, mock.patch.object(following.Follower, "catch_up", late):
         thread.start()
         wait_for_follower(giver)
-        step_alone(run)
+        step_by(run)
         while not states:
             time.sleep(0.002)
         giver.parameters_changed()
-        step_alone(run)
+        step_by(run)
         thread.join()
         ended.set()
     giver.end()
@@ -417,7 +411,7 @@ def heard_while_it_steps(run: Any, other: Any) -> list[str]:
     thread.start()
     wait_for_follower(run.giver)
     while thread.is_alive():
-        step_alone(run)
+        step_by(run)
     return said
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import onebit
 from onebit.optim.limit import USUAL
 from onebit.report.skips import SHORTENED_FOR
-from tests.onebit.runs import on_warnings
+from tests.onebit.runs import on_warnings, step_by
 
 LOCAL = {"var_freeze_step": 60, "local_step_scaler": 20, "local_step_clipper": 8}
 RUNS = {
@@ -73,8 +73,7 @@ def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shap
 
     optimizer, source = built(32), torch.Generator().manual_seed(0)
     for _ in range(4):
-        optimizer.param_groups[0]["params"][0].grad = torch.randn(200, generator=source)
-        optimizer.step()
+        step_by(optimizer, lambda p: torch.randn(p.shape, generator=source))
     assert usual(optimizer) > 0
     for block_size, expected in ((32, usual(optimizer)), (64, 0.0)):
         other = built(block_size)
@@ -87,8 +86,7 @@ def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
     optimizer = onebit.OneBitAdam(net.parameters(), lr=1e-6, freeze_step=10)
     with on_warnings() as texts:
         for step in range(2 * SHORTENED_FOR + 30):
-            net.weight.grad = torch.randn(20, 20) * (1000.0 if step >= 20 else 1.0)
-            optimizer.step()
+            step_by(optimizer, lambda p, size=1000.0 if step >= 20 else 1.0: size * torch.randn_like(p))
             said = [text for text in texts if "gradients have grown" in text]
             assert len(said) == (step >= 20 + SHORTENED_FOR)
     assert "update_limit" in said[0] and "Clip gradients" in said[0]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onebit.collectives.averaging import BUCKET_BYTES
 from onebit.collectives.transport import transport_for
 from tests.limits import HUNG
-from tests.onebit.runs import OPTIMIZERS, build, kinds, parameters
+from tests.onebit.runs import OPTIMIZERS, build, kinds, parameters, step_by
 from tests.ranks import group, run_ranks, run_ranks_once
 
 SHAPES = ((2048, 1024), (1000, 1024), (512,), (3,))
@@ -121,9 +121,7 @@ def part_of(kind: str, numels: list[int], **options: object) -> Any:
     params = [nn.Parameter(torch.ones(n)) for n in numels]
     optimizer = build(kind, params, freeze_step=1, **options)
     for _ in range(4):
-        for p in params:
-            p.grad = torch.randn_like(p)
-        optimizer.step()
+        step_by(optimizer, torch.randn_like)
     (part,) = optimizer.current.parts
     return part
 

@@ -10,7 +10,7 @@ import onebit
 from onebit.kernels import backend
 from onebit.optim import flat_state
 from tests.onebit.optim.contract import started
-from tests.onebit.runs import Case, bits, build, kinds, on_ranks, parameters, refused, run, same, snapshot
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, parameters, refused, run, same, snapshot, step_by
 from tests.ranks import group
 
 SHAPES = ((7, 9), (33,))
@@ -94,8 +94,7 @@ def test_a_wrong_param_group_is_not_added():
         with pytest.raises(error):
             optimizer.add_param_group(wrong)
         assert len(optimizer.param_groups) == 1
-    params[0].grad = torch.ones(40)
-    optimizer.step()
+    step_by(optimizer)
 
 
 def change(p, what):
@@ -281,8 +280,7 @@ def test_a_move_that_is_not_possible_changes_nothing():
         with refused(ValueError, "no kernels for tensors on meta"):
             optimizer.find_ranks()
     move(params, [here])
-    params[0].grad = torch.ones(4)
-    optimizer.step()
+    step_by(optimizer)
 
 
 def move(params, to):

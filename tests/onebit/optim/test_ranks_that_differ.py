@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import onebit
-from tests.onebit.runs import assert_message, bits, build, on_ranks, on_warnings, parameters, refused
+from tests.onebit.runs import assert_message, bits, build, on_ranks, on_warnings, parameters, refused, step_by
 from tests.ranks import group
 
 
@@ -82,10 +82,7 @@ def test_two_freeze_rules_are_one_where_they_mean_the_same(rank):
 
 
 def step_with(rank, freeze_step):
-    params = parameters((5,))
-    optimizer = build("OneBitAdam", params, freeze_step=freeze_step, process_group=group())
-    params[0].grad = torch.ones_like(params[0])
-    optimizer.step()
+    step_by(build("OneBitAdam", parameters((5,)), freeze_step=freeze_step, process_group=group()))
 
 
 @pytest.mark.parametrize(("kind", "size", "which"), [("OneBitAdam", 3, 0), ("OneBitLamb", 2, 1), ("ZeroOneAdam", 3, 2)])

@@ -18,7 +18,7 @@ from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import GROUPS, record_run
 from tests.onebit.optim.zero_one_simulation import ZeroOneSimulation
-from tests.onebit.runs import Case, bits, on_ranks, on_warnings, refused, run, snapshot, take
+from tests.onebit.runs import Case, bits, on_ranks, on_warnings, refused, run, snapshot, step_by, take
 from tests.oracle import zero_one
 from tests.ranks import run_ranks
 
@@ -130,9 +130,7 @@ def loaded(rank: int, size: int, case: Case, states: list[Any]) -> tuple[int, li
     left_out = exchange.residual.left_out() + (0 if gathered is None else gathered)
     kept = [state.cut(left_out, i).clone() for i in range(len(params))]
     if "local_step_scaler" in case.options:
-        for p in params:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
+        step_by(optimizer, torch.zeros_like)
         found = [kept, [optimizer.state[p]["own_momentum"].clone() for p in params]]
     else:
         found = [[e + 0.9 * m for e, m in zip(kept, part.reducer.momentum(), strict=True)]]
