@@ -24,7 +24,7 @@ from tests.faults.striking import AVERAGE, EXCHANGE, FINITE, GATHER, SCATTER, SP
 from tests.onebit import runs
 from tests.onebit.elastic.failing import Failing, Failure
 from tests.onebit.optim.contract import backward
-from tests.onebit.runs import Case, bits, on_warnings, same, snapshot
+from tests.onebit.runs import Case, bits, on_ranks, on_warnings, same, snapshot
 from tests.ranks import group, run_ranks, run_ranks_once
 
 BF16, INF, NAN = "bfloat16", math.inf, math.nan
@@ -297,16 +297,12 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("called", "failing", "skip", "last_dtype"), ENDS)
+@on_ranks(3)
 def test_an_exchange_after_local_steps_is_ended_by_the_new_group_or_with_the_replies_of_the_old_one(
-    called: bool, failing: int, skip: int, last_dtype: str
+    rank: int, called: bool, failing: int, skip: int, last_dtype: str
 ) -> None:
     """Of a sync, or of synchronize. The first: as if the step had been a local one, after which the new group
     synchronises at once. failing: of the ranks that stay, how many; with one the other has ended the exchange."""
-    for got, wanted in run_ranks(3, die_in_an_exchange, called, failing, skip, last_dtype)[:2]:
-        assert same(got, wanted)
-
-
-def die_in_an_exchange(rank: int, size: int, called: bool, failing: int, skip: int, last_dtype: str) -> Any:
     case, found, at = Case(Z, SHAPES, options=SYNC, last_dtype=last_dtype), [], 14 if called else 15
     for dies in (True, False):
         failure = Failure(at, SCATTER, skip=skip) if dies and rank >= 2 - failing else None
@@ -330,17 +326,13 @@ def die_in_an_exchange(rank: int, size: int, called: bool, failing: int, skip: i
             assert optimizer.synchronized == (dies or failing == 1)
             optimizer.synchronize()
             found.append([bits(params), snapshot(optimizer.state_dict()["state"])])
-    return found
+    assert rank == 2 or same(*found)
 
 
-def test_messages_in_flight_are_taken_back_whatever_their_error_and_their_groups_are_dropped() -> None:
+@on_ranks(3)
+def test_messages_in_flight_are_taken_back_whatever_their_error_and_their_groups_are_dropped(rank: int) -> None:
     """overlap=True: a rank dies in backward, and another than a collective's error comes of a message that is half
     there."""
-    for got, wanted in run_ranks(3, die_in_backward)[:2]:
-        assert same(got, wanted)
-
-
-def die_in_backward(rank: int, size: int) -> Any:
     warnings.simplefilter("ignore", UserWarning)
     case, found = Case(A, SHAPES, options=EARLY), []
     for dies in (True, False):
@@ -359,7 +351,7 @@ def die_in_backward(rank: int, size: int) -> Any:
         gc.collect()
         assert [each() for each in transport.duplicates] == [None]
         found.append(state_of(optimizer, params))
-    return found
+    assert rank == 2 or same(*found)
 
 
 def test_a_rank_that_is_local_steps_behind_leaves_them_out() -> None:

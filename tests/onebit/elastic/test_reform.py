@@ -20,7 +20,7 @@ from tests.faults.striking import Watched
 from tests.onebit.elastic.moves import RATE, Move, Moved, expected, flat, is_direct, moved, own_e, plan
 from tests.onebit.optim.simulation import LambSimulation, Simulation, check, of_senders
 from tests.onebit.optim.zero_one_simulation import ZeroOneSimulation
-from tests.onebit.runs import Case, bits, on_warnings, options_of, run, take
+from tests.onebit.runs import Case, bits, on_ranks, on_warnings, options_of, run, take
 from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
@@ -281,12 +281,9 @@ class Counting(Watched):
 
 
 @pytest.mark.parametrize("in_good_order", [False, True])
-def test_ranks_that_stay_send_no_state(in_good_order: bool) -> None:
+@on_ranks(3)
+def test_ranks_that_stay_send_no_state(rank: int, in_good_order: bool) -> None:
     """To anyone, where nobody joins; all that ranks compare has some kilobytes."""
-    assert max(run_ranks(3, count_sent, in_good_order)[:2]) < 8000
-
-
-def count_sent(rank: int, size: int, in_good_order: bool) -> int:
     own = Case(A, ((40000,),), options={"freeze_step": 3})
     params, optimizer = own.made(group(3))
     for step in range(1, 7):
@@ -294,10 +291,11 @@ def count_sent(rank: int, size: int, in_good_order: bool) -> int:
     ranks = Counting(group(2)) if rank < 2 else None
     if ranks or in_good_order:
         onebit.reform(optimizer, ranks, leaving=[2] if in_good_order else [])
-    return ranks.sent if ranks else 0
+    assert ranks is None or ranks.sent < 8000
 
 
-def clipped_one_further(rank: int, size: int) -> list[float]:
+@on_ranks(3)
+def test_all_go_on_with_what_the_first_rank_knows_of_norms(rank: int) -> list[float]:
     """Rank 1 has clipped the gradients of a step in which a rank died; rank 2 joins."""
     clipped = case(A).but(clip=0.5)
     params, optimizer = clipped.made(group(2) if rank < 2 else LocalTransport())
@@ -308,21 +306,13 @@ def clipped_one_further(rank: int, size: int) -> list[float]:
     before = optimizer.current.mean_norm.numbers.tolist()
     take(clipped, rank, optimizer, params, 6)
     assert optimizer.current.mean_norm.numbers.tolist() != before
+    of_other_ranks, local, steps, share = before
+    assert of_other_ranks == 0 and local > 0 and steps == 2 and 0 < share < 1
     return before
 
 
-def test_all_go_on_with_what_the_first_rank_knows_of_norms() -> None:
-    found = run_ranks(3, clipped_one_further)
-    assert found[0] == found[1] == found[2]
-    of_other_ranks, local, steps, share = found[0]
-    assert of_other_ranks == 0 and local > 0 and steps == 2 and 0 < share < 1
-
-
-def test_a_rank_joins_where_overlap_was_turned_off() -> None:
-    assert len(set(run_ranks(3, join_without_overlap))) == 1
-
-
-def join_without_overlap(rank: int, size: int) -> bytes:
+@on_ranks(3)
+def test_a_rank_joins_where_overlap_was_turned_off(rank: int) -> bytes:
     own = case(A, overlap=True)
     params, optimizer = own.made(group(2) if rank < 2 else LocalTransport())
     with on_warnings() as said:
@@ -334,13 +324,9 @@ def join_without_overlap(rank: int, size: int) -> bytes:
     return bits(params)
 
 
-def test_a_rank_joins_after_skipped_steps() -> None:
+@on_ranks(3)
+def test_a_rank_joins_after_skipped_steps(rank: int) -> None:
     """All count anew, and look for the one to blame in the same step."""
-    assert run_ranks(3, join_after_skipped_steps) == [1, 0, 0]
-
-
-def join_after_skipped_steps(rank: int, size: int) -> int:
-    """How often a rank says that three steps in a row were skipped."""
     own = case(A).but(bad=tuple((step, 0, float("nan")) for step in range(6, 12)))
     params, optimizer = own.made(group(2) if rank < 2 else LocalTransport())
     run(own, rank, optimizer, params, 1, 7 if rank < 2 else 0)
@@ -348,4 +334,4 @@ def join_after_skipped_steps(rank: int, size: int) -> int:
     assert optimizer.current.stages.skipped_in_a_row == 0
     with on_warnings() as said:
         run(own, rank, optimizer, params, 8, 12)
-    return sum("3 steps in a row were skipped" in each for each in said)
+    assert sum("3 steps in a row were skipped" in each for each in said) == (rank == 0)

@@ -18,7 +18,7 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.faults.striking import SCATTER
 from tests.onebit.elastic.failing import Failing, Failure
-from tests.onebit.runs import Case, assert_message, bits, nodes_of, refused, run, snapshot, take, unchanged
+from tests.onebit.runs import Case, assert_message, bits, nodes_of, on_ranks, refused, run, snapshot, take, unchanged
 from tests.ranks import group, run_ranks
 
 CASE = Case(options={"freeze_step": 3}, groups=({}, {"lr": 3e-3}))
@@ -87,12 +87,9 @@ REFUSED: dict[str, tuple[Callable[[int], Made], int, int, tuple[str, ...]]] = { 
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_reform_that_does_not_fit_changes_nothing(name: str) -> None:
-    run_ranks(REFUSED[name][1], refuse, name)
-
-
-def refuse(rank: int, size: int, name: str) -> None:
+@pytest.mark.parametrize(("name", "size"), [(name, row[1]) for name, row in REFUSED.items()], ids=REFUSED)
+@on_ranks()
+def test_a_reform_that_does_not_fit_changes_nothing(rank: int, size: int, name: str) -> None:
     warnings.simplefilter("ignore", UserWarning)
     made, _, each, words = REFUSED[name]
     optimizer, params = made(rank)
@@ -159,15 +156,10 @@ WRONG_ON_ONE = {  # what is wrong on rank 1, ranks and ranks a node of the new g
 }
 
 
-@pytest.mark.parametrize("name", WRONG_ON_ONE)
-def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(name: str) -> None:
-    """Then the same reform does what it does without the error."""
-    found = run_ranks(WRONG_ON_ONE[name][1], reform_twice, name)
-    assert found[0] == found[1]
-
-
-def reform_twice(rank: int, size: int, name: str) -> bytes:
-    """Two ranks train; others join."""
+@pytest.mark.parametrize(("name", "size"), [(name, row[1]) for name, row in WRONG_ON_ONE.items()], ids=WRONG_ON_ONE)
+@on_ranks()
+def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(rank: int, size: int, name: str) -> bytes:
+    """Two ranks train; others join. Then the same reform does what it does without the error."""
     wrong, _, each, kind, words = WRONG_ON_ONE[name]
     ends = []
     for fails in (True, False):

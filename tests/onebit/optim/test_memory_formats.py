@@ -262,11 +262,8 @@ FLAT, FULL = {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}
 
 
 @pytest.mark.parametrize(("tool", "was"), [({}, False), (FLAT, True), (FULL, True), (None, False), (None, True)])
-def test_torchs_tools_carry_a_state_to_another_memory_format(tool: Any, was: bool, tmp_path: Path) -> None:
-    run_ranks(2, carried, was, tool, str(tmp_path / "saved"))
-
-
-def carried(rank: int, size: int, was: bool, tool: dict[str, bool] | None, folder: str) -> None:
+@on_ranks(2)
+def test_torchs_tools_carry_a_state_to_another_memory_format(rank: int, tool: Any, was: bool, tmp_path: Path) -> None:
     """Into a net of the other memory format, whose optimizer is in stage 2 too: by torch's tools, which are
     torch.distributed.checkpoint (None) and others, and without them."""
     case = options(CASE.but(kind="OneBitLamb"), freeze_step=2, reply="direct")
@@ -283,10 +280,10 @@ def carried(rank: int, size: int, was: bool, tool: dict[str, bool] | None, folde
         each.load_state_dict(net.state_dict())
     by_hand.load_state_dict(snapshot(optimizer.state_dict()))
     if tool is None:
-        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder, process_group=group())
-        onebit.make_room(folder, one, by_tool)
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, process_group=group())
+        onebit.make_room(tmp_path, one, by_tool)
         state = {"optimizer": by_tool.state_dict()}
-        dcp.load(state, checkpoint_id=folder, process_group=group())
+        dcp.load(state, checkpoint_id=tmp_path, process_group=group())
         by_tool.load_state_dict(state["optimizer"])
     else:
         chosen = StateDictOptions(**tool)

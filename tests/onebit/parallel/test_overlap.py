@@ -21,7 +21,7 @@ from tests.onebit.checkpoint.states import set_parameters
 from tests.onebit.optim.contract import options
 from tests.onebit.optim.test_contract import APART, LOCAL, SPACED, ZERO_ONE
 from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, on_ranks, on_warnings, snapshot, unchanged
-from tests.ranks import group, run_ranks
+from tests.ranks import group
 
 OPTIONS = {"freeze_step": 3, "chunks": 3}
 
@@ -271,8 +271,11 @@ class Summed(nn.Module):
         return sum((p * factor).sum() for p in self.own)  # type: ignore[return-value]
 
 
-def begun(rank: int, size: int, ddp: bool, overlap: bool) -> list[list[bool]]:
-    """Of every step: whether it was decided already, each time that it was begun."""
+@pytest.mark.parametrize(("ddp", "overlap"), [(False, True), (True, False), (True, True)])
+@on_ranks(2)
+def test_a_step_is_decided_once(rank: int, ddp: bool, overlap: bool) -> None:
+    """By the first of many buckets or gradients in backward, or else in step. Found: whether a step was decided already,
+    each time that it was begun."""
     model: nn.Module = Summed()
     options: Any = {"var_update_scaler": 2, "overlap": overlap, "process_group": group()}
     optimizer: Any = onebit.ZeroOneAdam(model.parameters(), **options)
@@ -286,11 +289,4 @@ def begun(rank: int, size: int, ddp: bool, overlap: bool) -> list[list[bool]]:
         optimizer.zero_grad()
         model(torch.tensor(rank + 1.0)).backward()
         optimizer.step()
-    return found
-
-
-@pytest.mark.parametrize(("ddp", "overlap"), [(False, True), (True, False), (True, True)])
-def test_a_step_is_decided_once(ddp: bool, overlap: bool) -> None:
-    """By the first of many buckets or gradients in backward, or else in step."""
-    for found in run_ranks(2, begun, ddp, overlap):
-        assert found.count([False, True]) > 3 and all(each in ([False], [False, True]) for each in found)
+    assert found.count([False, True]) > 3 and all(each in ([False], [False, True]) for each in found)
