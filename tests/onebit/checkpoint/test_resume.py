@@ -11,7 +11,6 @@ from torch import nn
 import onebit
 from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, assert_go_on_alike, checkpoint, trained
-from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import resumes
 from tests.onebit.runs import Case, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, step_by, take
 from tests.ranks import group
@@ -48,13 +47,12 @@ RESUMES = [  # ranks, options, more of the case; test_contract.py has others
 ]
 
 
-@pytest.mark.parametrize("row", RESUMES, ids=lambda row: f"{row[0]} on {row[1]}, {row[2]}, {', '.join(row[3])}")
-def test_a_resumed_run_is_the_uninterrupted_one(row):
+@pytest.mark.parametrize(("kind", "size", "options", "more"), RESUMES, ids=str)
+@on_ranks()
+def test_a_resumed_run_is_the_uninterrupted_one(rank, size, kind, options, more):
     """From the state of each step."""
-    kind, size, options, more = row
     case = Case(kind, **{"steps": 9, **more, "options": {**FREEZE, **options}})
-    ends = simulation.on_ranks(size, resumes, case, tuple(range(1, case.steps)))
-    assert len(set(ends)) == 1
+    return resumes(rank, size, case, tuple(range(1, case.steps)))
 
 
 @kinds

@@ -70,7 +70,8 @@ def on_ranks(size, work, *args):
 
 
 def group_or_none(size):
-    return group() if size > 1 else None
+    """Of the ranks that work, also of one alone; None in this process."""
+    return group() if size > 1 or torch.distributed.is_initialized() else None
 
 
 def hypers(case):

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.onebit.optim.contract import clips, options, resumes, scales, skips
-from tests.onebit.optim.simulation import LAMB, on_ranks
-from tests.onebit.runs import OPTIMIZERS, Case
+from tests.onebit.optim.simulation import LAMB
+from tests.onebit.runs import OPTIMIZERS, Case, on_ranks
+from tests.ranks import run_ranks
 
 # With one chunk small messages carry what was found of their gradients, with several all ranks are asked before.
 ADAM = Case(steps=9, options={"freeze_step": 3, "weight_decay": 0.1})
@@ -19,13 +20,6 @@ LOCAL = {"var_freeze_step": 5, "local_step_scaler": 3, "local_step_clipper": 4} 
 APART = ADAM.but(groups=({}, {"compress": False}))  # parameters 1 and 3 are not compressed
 SPACED = options(ZERO_ONE.but(shapes=ADAM.shapes, groups=APART.groups), weight_decay=0.1)
 NAN, INF = math.nan, math.inf
-
-
-def on(size: int, work: Any, *args: Any) -> Any:
-    """What all ranks have found, the same."""
-    found = on_ranks(size, work, *args)
-    assert all(own == found[0] for own in found)
-    return found[0]
 
 
 # A bad gradient on one rank: in stage 1, its last step, the first of stage 2, the second, later
@@ -53,10 +47,10 @@ SKIPS = {
 }
 
 
-@pytest.mark.parametrize("name", SKIPS)
-def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere(name: str) -> None:
-    size, case, tries = SKIPS[name]
-    on(size, skips, case, tries)
+@pytest.mark.parametrize(("size", "case", "tries"), SKIPS.values(), ids=SKIPS)
+@on_ranks()
+def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere(rank: int, size: int, case: Case, tries: Any) -> bytes:
+    return skips(rank, size, case, tries)
 
 
 # Resumed: in stage 1, at its end, after the first compressed step, later, at the end. 1-bit Adam: test_resume.py
@@ -85,10 +79,10 @@ RESUMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RESUMES)
-def test_a_resumed_run_is_the_same(name: str) -> None:
-    size, case, stops = RESUMES[name]
-    on(size, resumes, case, stops)
+@pytest.mark.parametrize(("size", "case", "stops"), RESUMES.values(), ids=RESUMES)
+@on_ranks()
+def test_a_resumed_run_is_the_same(rank: int, size: int, case: Case, stops: tuple[int, ...]) -> bytes:
+    return resumes(rank, size, case, stops)
 
 
 # Clipped
@@ -108,9 +102,10 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize("name", CLIPS)
-def test_gradients_are_clipped_by_the_norm_of_all(name: str) -> None:
-    on(CLIPS[name][0], clips, *CLIPS[name][1:])
+@pytest.mark.parametrize(("size", "case", "max_norm"), CLIPS.values(), ids=CLIPS)
+@on_ranks()
+def test_gradients_are_clipped_by_the_norm_of_all(rank: int, size: int, case: Case, max_norm: float) -> bytes:
+    return clips(rank, size, case, max_norm)
 
 
 # Scaled by a GradScaler: in step 3 and 8, in stage 1 and 2, a rank has infinite gradients
@@ -132,7 +127,7 @@ SCALES = {  # the case, whether gradients are unscaled before the step, and the 
 def test_scaled_gradients_train_as_others_and_ranks_back_off_together(name: str) -> None:
     """But for a local step, which a rank leaves out by itself."""
     case, unscale, alone = SCALES[name]
-    found = on_ranks(2, scales, case, unscale)
+    found = run_ranks(2, scales, case, unscale)
     for rank, (end, seen) in enumerate(found):
         skipped = {step for step, who, _ in case.bad if alone is None or who == rank}
         assert end == found[0][0] and seen == scales_after(skipped, case.steps)

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import onebit
 from tests.checkpoints import Holder
-from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import backward, give, options, started
 from tests.onebit.optim.test_parameter_changes import step_refused
 from tests.onebit.runs import Case, assert_message, bits, build, on_ranks, on_warnings, run, same, snapshot, take
@@ -59,7 +58,30 @@ class Permuted(Case):
 CASE = Permuted(shapes=SHAPES, steps=9, options={"freeze_step": 3})
 
 
-def twins(rank: int, size: int, case: Case) -> bytes:
+ALONE, LAMB, ZERO_ONE = CASE.but(missing=((2, 0, 0), (6, 0, 3))), CASE.but(kind="OneBitLamb"), "ZeroOneAdam"
+CONTIGUOUS = CASE.but(grads="contiguous")
+TWINS = {  # ranks, the case, its options; one rank with gradients "alike" is clipped
+    "Adam": (1, ALONE.but(grads="contiguous"), {}),
+    "Adam, clipped": (1, ALONE, {}),
+    "Adam, 16 bits": (1, ALONE.but(dtype="bfloat16", grads="scattered"), {}),
+    "LAMB": (1, ALONE.but(kind="OneBitLamb", grads="scattered"), {}),
+    "LAMB, 16 bits": (1, ALONE.but(kind="OneBitLamb", dtype="bfloat16"), {}),
+    "0/1 Adam": (1, ALONE.but(kind=ZERO_ONE), {}),
+    "Adam, 3 ranks": (3, CONTIGUOUS, {"reply": 1, "chunks": 2}),
+    "Adam, watched": (3, CONTIGUOUS, {"check_every": 1, "gradient_dtype": torch.bfloat16}),
+    "LAMB, direct": (2, LAMB.but(grads="contiguous"), {"reply": "direct", "scale": "tensor"}),
+    "LAMB of nodes, early": (4, LAMB.but(each=2), {"chunks": 2, "overlap": True}),
+    "0/1 Adam, early": (2, CASE.but(kind=ZERO_ONE, dtype="bfloat16"), {"chunks": 2, "overlap": True}),
+    "0/1 Adam of nodes": (4, CONTIGUOUS.but(kind=ZERO_ONE, each=2), {"chunks": 2}),
+    "local steps": (2, CASE.but(kind=ZERO_ONE), {"freeze_step": None, **LOCAL, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, row[0]) for name, row in TWINS.items()], ids=TWINS)
+@on_ranks()
+def test_a_permuted_parameter_trains_as_what_lies_in_memory(rank: int, size: int, name: str) -> bytes:
+    _, case, own = TWINS[name]
+    case = options(case.but(steps=12), **own)
     twin, early = options(case.but(grads="stored"), overlap=False), "overlap" in case.options
     (stored, plain), (params, optimizer) = (started(each, 0, rank, size) for each in (twin, case))
     assert [p.is_contiguous() for p in params] == [False, True, False, True, False]
@@ -88,33 +110,7 @@ def twins(rank: int, size: int, case: Case) -> bytes:
         mine, others = (onebit.adamw_state(o.state_dict())["state"] for o in (optimizer, plain))
         for name in ("exp_avg", "exp_avg_sq"):
             assert bits(as_stored([mine[i][name] for i in range(5)])) == bits(others[i][name] for i in range(5))
-    return bits(params)
-
-
-ALONE, LAMB, ZERO_ONE = CASE.but(missing=((2, 0, 0), (6, 0, 3))), CASE.but(kind="OneBitLamb"), "ZeroOneAdam"
-CONTIGUOUS = CASE.but(grads="contiguous")
-TWINS = {  # ranks, the case, its options; one rank with gradients "alike" is clipped
-    "Adam": (1, ALONE.but(grads="contiguous"), {}),
-    "Adam, clipped": (1, ALONE, {}),
-    "Adam, 16 bits": (1, ALONE.but(dtype="bfloat16", grads="scattered"), {}),
-    "LAMB": (1, ALONE.but(kind="OneBitLamb", grads="scattered"), {}),
-    "LAMB, 16 bits": (1, ALONE.but(kind="OneBitLamb", dtype="bfloat16"), {}),
-    "0/1 Adam": (1, ALONE.but(kind=ZERO_ONE), {}),
-    "Adam, 3 ranks": (3, CONTIGUOUS, {"reply": 1, "chunks": 2}),
-    "Adam, watched": (3, CONTIGUOUS, {"check_every": 1, "gradient_dtype": torch.bfloat16}),
-    "LAMB, direct": (2, LAMB.but(grads="contiguous"), {"reply": "direct", "scale": "tensor"}),
-    "LAMB of nodes, early": (4, LAMB.but(each=2), {"chunks": 2, "overlap": True}),
-    "0/1 Adam, early": (2, CASE.but(kind=ZERO_ONE, dtype="bfloat16"), {"chunks": 2, "overlap": True}),
-    "0/1 Adam of nodes": (4, CONTIGUOUS.but(kind=ZERO_ONE, each=2), {"chunks": 2}),
-    "local steps": (2, CASE.but(kind=ZERO_ONE), {"freeze_step": None, **LOCAL, "weight_decay": 0.1}),
-}
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_a_permuted_parameter_trains_as_what_lies_in_memory(name: str) -> None:
-    size, case, own = TWINS[name]
-    ends = simulation.on_ranks(size, twins, options(case.but(steps=12), **own))
-    assert len(set(ends)) == 1 or name == "local steps"
+    return bits(params) if optimizer.synchronized else b""
 
 
 def lay(values: Sequence[Tensor], how: str) -> list[nn.Parameter]:

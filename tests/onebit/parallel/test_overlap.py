@@ -274,7 +274,7 @@ class Summed(nn.Module):
 @pytest.mark.parametrize(("ddp", "overlap"), [(False, True), (True, False), (True, True)])
 @on_ranks(2)
 def test_a_step_is_decided_once(rank: int, ddp: bool, overlap: bool) -> None:
-    """By the first of many buckets or gradients in backward, or else in step. Found: whether a step was decided already,
+    """By the first of many buckets or gradients in backward, or else in step. Found: whether it was decided already,
     each time that it was begun."""
     model: nn.Module = Summed()
     options: Any = {"var_update_scaler": 2, "overlap": overlap, "process_group": group()}
