@@ -20,7 +20,7 @@ import onebit
 from tests.checkpoints import Holder
 from tests.onebit.optim.contract import backward, give, options, started
 from tests.onebit.optim.test_parameter_changes import step_refused
-from tests.onebit.runs import Case, assert_message, bits, build, on_ranks, on_warnings, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, build, on_ranks, on_warnings, refused, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 SHAPES = ((4, 2, 5, 3), (33,), (6, 7), (5, 1, 1, 9), (2, 2, 2, 2, 3))  # as they lie in memory
@@ -158,10 +158,9 @@ def test_ranks_with_other_memory_formats_are_told(rank: int) -> None:
     "tensor", [torch.zeros(4, 6)[:, ::2], torch.zeros(3, 1).expand(3, 4), torch.zeros(8, 8).t()[1:]]
 )
 def test_a_parameter_that_is_not_dense_is_refused(tensor: Tensor) -> None:
-    with pytest.raises(ValueError) as caught:
+    named = f"parameter 1 (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
+    with refused(ValueError, named, "not dense", "p.data.contiguous()"):
         build("OneBitAdam", [nn.Parameter(torch.ones(4)), nn.Parameter(tensor)])
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    assert_message(caught, f"parameter 1 (shape {shape}, strides {strides})", "not dense", "p.data.contiguous()")
     p = nn.Parameter(torch.ones(tensor.shape))
     optimizer = build("OneBitAdam", [p])
     p.data, p.grad = tensor, torch.ones(p.shape)

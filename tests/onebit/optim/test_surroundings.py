@@ -16,7 +16,7 @@ from onebit.collectives.transport.protocol import LocalTransport
 from onebit.kernels.cpu.compile import of_this_user
 from tests.internals import forget_process_group
 from tests.onebit.optim.contract import backward, give, started
-from tests.onebit.runs import Case, arrays, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, take
 from tests.ranks import group
 
 
@@ -121,17 +121,8 @@ def test_a_model_of_two_dtypes_is_two_models(rank: int, kind: str) -> bytes:
 # Strangers did these: each is a clear error, or has the effect that it should have
 
 
-def test_a_loss_whose_weight_is_0_at_first():
-    """0/1 Adam's variance comes with a later full step; nothing moves until then."""
-    case = Case("ZeroOneAdam", options={"var_update_scaler": 4, "weight_decay": 0.0})
-    params, optimizer = started(case, 0)
-    before = bits(params)
-    for step in range(1, 12):
-        for p, g in zip(params, case.gradients(0, step), strict=True):
-            p.grad = g * (step > 6)
-        optimizer.step()
-        assert step > 6 or (optimizer.compressing == (step > 5) and bits(params) == before)
-    assert all((a != b).any() for a, b in zip(arrays(params), arrays(case.parameters()), strict=True))
+def test_a_loss_whose_weight_is_0_up_to_the_freeze():
+    """0/1 Adam's variance may come with a later full step: see test_zero_one.py."""
     ends = build("ZeroOneAdam", var_update_scaler=2, var_freeze_step=2)
     with pytest.raises(ValueError, match="no variance to freeze"):
         for _ in range(4):

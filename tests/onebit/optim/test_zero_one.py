@@ -66,6 +66,7 @@ BAD = ((9, 1, math.nan), (10, 0, math.inf), (14, 0, math.nan), (15, 1, math.nan)
 GROWN = ((11, 30, 100.0),)
 ROWS = {  # ranks, the case, its options
     "alone": (1, CASE, {}),
+    "nothing at first": (2, CASE.but(untouched=tuple((p, 9**9, 6) for p in (0, 1, 3, 4, 5))), {"weight_decay": 0.1}),
     "three ranks": (3, CASE, {}),
     "nodes": (4, CASE.but(each=2), {"chunks": 2}),
     "tensor scale": (2, CASE, {"scale": "tensor"}),
@@ -103,7 +104,7 @@ def test_every_step_is_the_oracles(name: str) -> None:
     nobody planned it."""
     ranks, case, own = ROWS[name]
     case = options(case, **own)
-    if not (case.groups != ({},) or case.each > 1 or case.bad):
+    if not (case.groups != ({},) or case.each > 1 or case.bad or case.untouched):
         case = case.but(untouched=FEW)
     extra_syncs = (15,) if "local" in name and case.untouched else ()
     reasons = simulation.check(case, simulation.on_ranks(ranks, record_run, case, extra_syncs), ZeroOneSimulation)
