@@ -216,6 +216,12 @@ def in_python(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def with_python_numbers(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """A hook of state_dict, where a schedule has left NumPy's in param groups."""
+    for group in state["param_groups"]:
+        group.update({name: in_python(value) for name, value in group.items()})
+
+
 T = TypeVar("T", bound=type)
 _GROUPS = """\
 process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.

@@ -38,7 +38,7 @@ from onebit.optim.options import (
     check_attribute,
     check_groups,
     check_last_group,
-    in_python,
+    with_python_numbers,
 )
 from onebit.optim.param_groups import COMPRESS, PROGRESS
 from onebit.optim.setup import RankFinder, Setup
@@ -106,6 +106,7 @@ class OneBitOptimizer(Progress):
         self.begun = False  # whether the kind of the coming step is decided
         self.coming: Step | None = None  # that step, until it has ended
         super().__init__(params, {**defaults, COMPRESS: True})
+        self.register_state_dict_post_hook(with_python_numbers)  # before the user's
         groups, device = self.param_groups, param_groups.device_of(self.param_groups)
         self.rank_finder = RankFinder(*ranks, groups, chosen, device)
         topology, name = self.rank_finder.topology, type(self).__name__
@@ -357,12 +358,9 @@ class OneBitOptimizer(Progress):
         shown, self.state = self.state, defaultdict(dict, saved)
         self.param_groups[0][PROGRESS] = numbers
         try:
-            found = super().state_dict()
+            return super().state_dict()
         finally:
             self.state, self.param_groups[0][PROGRESS] = shown, {}
-        for group in found["param_groups"]:  # where a schedule has left what torch.load(weights_only=True) refuses
-            group.update({name: in_python(value) for name, value in group.items()})
-        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: this class's or torch.optim.AdamW's. Load on every rank.

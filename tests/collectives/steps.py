@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from onebit.collectives import CompressedAllReduce
 from tests import oracle
+from tests.onebit import runs
 
 Array = np.ndarray
 ROUNDING = 1e-5  # relative to the size of what is added up: fp32, and sums over a block
@@ -57,16 +57,9 @@ class Case:
         return CompressedAllReduce(list(self.numels), device=device, **options, **groups)
 
     def inputs(self, rank: int, step: int) -> list[Tensor]:
-        """A common part, a rank's own part, and another magnitude for each tensor."""
-        common, own = (np.random.default_rng([self.seed, step, who]) for who in (0, rank + 1))
-        made = []
-        for p, n in enumerate(self.numels):
-            values = 10.0 ** (p % 3 - 1) * (0.5 * common.normal(size=n) + own.normal(size=n))
-            made.append(torch.from_numpy(values).to(getattr(torch, self.dtype)))
-        for when, who, value in self.bad:
-            if (when, who) == (step, rank):
-                made[-1][-1] = value
-        return made
+        """The gradients of a run."""
+        shapes = tuple((numel,) for numel in self.numels)
+        return runs.Case(shapes=shapes, dtype=self.dtype, seed=self.seed, bad=self.bad).gradients(rank, step)
 
 
 @dataclass(frozen=True)
@@ -74,32 +67,20 @@ class Recorded:
     """One rank's run: the state before each step and after the last, the tensors after each step."""
 
     states: list[dict[str, Any]]
-    results: list[list[np.ndarray]]
+    results: list[list[Tensor]]
 
     @property
     def result_bytes(self) -> bytes:
-        return b"".join(array.tobytes() for arrays in self.results for array in arrays)
+        return runs.bits(tensor for tensors in self.results for tensor in tensors)
 
 
 def state_of(all_reduce: CompressedAllReduce) -> dict[str, Any]:
-    """A copy of its state, of numbers and numpy arrays."""
-    return {k: v.cpu().numpy().copy() if isinstance(v, Tensor) else v for k, v in all_reduce.state_dict().items()}
+    """A copy."""
+    return {k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in all_reduce.state_dict().items()}
 
 
-def same_state(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Bit for bit."""
-    one, other = ({k: np.asarray(v).tobytes() for k, v in state.items()} for state in (one, other))
-    return one == other
-
-
-def raw(tensors: list[Tensor]) -> list[np.ndarray]:
-    """The bits of tensors of any dtype."""
-    return [t.view({2: torch.int16, 4: torch.int32}[t.element_size()]).cpu().numpy().copy() for t in tensors]
-
-
-def values(case: Case, arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """float64 of what `raw` made."""
-    return [torch.from_numpy(a).view(getattr(torch, case.dtype)).double().numpy() for a in arrays]
+def values(tensors: list[Tensor]) -> list[np.ndarray]:
+    return [t.double().numpy() for t in tensors]
 
 
 def record(case: Case, rank: int, group: Any, first: int = 0, all_reduce: Any = None, device: str = "cpu") -> Recorded:
@@ -110,7 +91,7 @@ def record(case: Case, rank: int, group: Any, first: int = 0, all_reduce: Any = 
     for step in range(first, case.steps):
         tensors = [x.to(device) for x in case.inputs(rank, step)]
         all_reduce(tensors if len(tensors) > 1 else tensors[0])
-        results.append(raw(tensors))
+        results.append([t.cpu().clone() for t in tensors])
         states.append(state_of(all_reduce))
     return Recorded(states, results)
 
@@ -145,10 +126,10 @@ def _put_together(plan: oracle.Layout, name: str, states: Sequence[Any], parts: 
     """What ranks keep of some parts each; 0 in padding. With a tensor scale there is one a shard."""
     whole = np.zeros(plan.size)
     for state, own in zip(states, parts, strict=True):
-        value = state[name].astype(np.float64)
+        value = np.asarray(state[name], np.float64)
         if f"{name}_scale" in state:
             shards = [s for s in plan.shards() if any(part.start <= s.start < part.stop for part in own)]
-            scale = np.repeat(state[f"{name}_scale"].astype(np.float64), [s.stop - s.start for s in shards])
+            scale = np.repeat(np.asarray(state[f"{name}_scale"], np.float64), [s.stop - s.start for s in shards])
             value = value - oracle.sigma(value) * scale
         whole[np.concatenate([np.arange(part.start, part.stop) for part in own])] = value
     return np.where(plan.valid, whole, 0.0)
@@ -161,41 +142,58 @@ def check(case: Case, recorded: list[Recorded]) -> None:
     each = ranks // senders
     assert all(r.result_bytes == recorded[0].result_bytes for r in recorded), "the ranks got other results"
     simulation = case.simulation(ranks)
+    nodes = [slice(n * each, (n + 1) * each) for n in range(senders)]
     compared = 0
     for t, result in enumerate(recorded[0].results):
         own = [case.inputs(rank, t) for rank in range(ranks)]
-        means = [node_mean(own[n * each : (n + 1) * each]) for n in range(senders)]
-        ys = [plan.flatten([x.double().numpy() for x in mean]) for mean in means]
-        parts = [plan.flatten([x.double().abs().numpy() for x in tensors]) for tensors in own]
-        sizes = [np.mean(parts[n * each : (n + 1) * each], axis=0) for n in range(senders)]
+        ys = [plan.flatten(values(node_mean(own[node]))) for node in nodes]
+        parts = [np.abs(plan.flatten(values(tensors))) for tensors in own]
         before, after = ([r.states[s] for r in recorded] for s in (t, t + 1))
-        nodes = [slice(n * each, (n + 1) * each) for n in range(senders)]
         simulation.worker = [worker_residual(case, ranks, *before[node]) for node in nodes]
         simulation.server = server_residual(case, ranks, before)
-        started = [e.copy() for e in simulation.worker], simulation.server.copy()
+        sizes = [np.mean(parts[node], axis=0) + np.abs(e) for node, e in zip(nodes, simulation.worker, strict=True)]
+        server = np.abs(simulation.server)
         expected = simulation(ys)
-        flipped = False
-        for rank, node in enumerate(nodes):
-            messages = simulation.gathered[rank]
-            size = sizes[rank] + np.abs(started[0][rank]) + whole_scale(messages)
-            e = worker_residual(case, ranks, *after[node])
-            where = f"the worker residual of sender {rank} after step {t}"
-            flipped |= any_flipped(e, simulation.worker[rank], messages, size, plan.valid, where)
-        if flipped:
-            continue  # what rounding has flipped is in this step's average
-        size = sum(map(whole_scale, simulation.gathered)) / senders + np.abs(started[1])
-        got = plan.flatten(values(case, result))
+        found = Exchanged(
+            [worker_residual(case, ranks, *after[node]) for node in nodes],
+            server_residual(case, ranks, after),
+            plan.flatten(values(result)),
+        )
         rounded = np.abs(expected) * HALF_PLACE[case.dtype] / ROUNDING
-        compared += 1
-        if simulation.direct:
-            off = np.where(plan.valid, np.abs(got - expected), 0.0)
-            assert np.all(off <= ROUNDING * (size + rounded)), f"the result of step {t}"
-            continue
-        replies = simulation.scattered
-        E, size = server_residual(case, ranks, after), size + whole_scale(replies)
-        any_flipped(E, simulation.server, replies, size, plan.valid, f"the server residual after step {t}")
-        any_flipped(got, expected, replies, size + rounded, plan.valid, f"the result of step {t}")
+        compared += found.check(simulation, expected, sizes, server, plan.valid, t, rounded) is not None
     assert compared >= 0.9 * len(recorded[0].results), f"only {compared} steps could be compared"
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What an exchange has left: what each sender and the servers have left out, and what all have received."""
+
+    workers: list[Array]
+    server: Array
+    received: Array
+
+    def check(
+        self, simulation: oracle.SimulatedAllReduce, expected: Array, sizes: list[Array], size: Array, live: Array,
+        step: int, rounded: Any = 0.0,
+    ) -> bool | None:  # fmt: skip
+        """Whether no bit was flipped; None where one of a sender was, whose sign is in the average, which can't be
+        compared then. sizes: of what senders have added up. size: of what is added to the mean of messages. rounded:
+        that of what is received."""
+        flipped = False
+        for rank, (e, messages) in enumerate(zip(self.workers, simulation.gathered, strict=True)):
+            own, what = sizes[rank] + whole_scale(messages), f"what sender {rank} has left out in step {step}"
+            flipped |= any_flipped(e, simulation.worker[rank], messages, own, live, what)
+        if flipped:
+            return None
+        size, what = size + sum(map(whole_scale, simulation.gathered)) / len(self.workers), f"the result of step {step}"
+        if simulation.direct:
+            off = np.where(live, np.abs(self.received - expected), 0.0)
+            assert np.all(off <= ROUNDING * (size + rounded)), what
+            return True
+        replies, left_out = simulation.scattered, f"what the servers have left out in step {step}"
+        size = size + whole_scale(replies)
+        flipped = any_flipped(self.server, simulation.server, replies, size, live, left_out)
+        return not any_flipped(self.received, expected, replies, size + rounded, live, what) | flipped
 
 
 def whole_scale(messages: list[oracle.Message]) -> Array:

@@ -12,7 +12,7 @@ import torch
 from onebit.collectives import CompressedAllReduce
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
-from tests.onebit.runs import on_ranks
+from tests.onebit.runs import on_ranks, same
 from tests.ranks import run_ranks
 
 MANY = tuple(1 + i % 5 for i in range(300))
@@ -91,10 +91,10 @@ def test_what_is_not_finite_gives_nan_everywhere_and_leaves_residuals(rank, size
     for case in cases:
         ranks = work.ranks_of(case, size)
         run = steps.record(replace(case, bad=((at, 1, value),)), rank, ranks)
-        assert all(np.isnan(a).all() for a in steps.values(case, run.results.pop(at)))
-        assert all(np.isfinite(a).all() for arrays in run.results for a in steps.values(case, arrays))
+        assert all(np.isnan(a).all() for a in steps.values(run.results.pop(at)))
+        assert all(np.isfinite(a).all() for arrays in run.results for a in steps.values(arrays))
         before, after = ({**state, "wire_bytes": 0} for state in run.states[at : at + 2])
-        assert steps.same_state(before, after)
+        assert same(before, after)
         skipping = case.all_reduce(ranks)
         first = steps.record(replace(case, steps=at), rank, None, all_reduce=skipping)
         rest = steps.record(case, rank, None, first=at + 1, all_reduce=skipping)
@@ -153,7 +153,7 @@ def test_wrong_tensors_leave_everything_as_it_was(tensors, error, needle):
     before = steps.state_of(all_reduce)
     with pytest.raises(error, match=needle):
         all_reduce(tensors)
-    assert steps.same_state(before, steps.state_of(all_reduce))
+    assert same(before, steps.state_of(all_reduce))
     assert all(t.device.type == "meta" or bool((t == 1).all()) for t in tensors)
 
 

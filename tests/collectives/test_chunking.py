@@ -19,7 +19,7 @@ from onebit.kernels.tuning import tuner
 from tests.collectives import steps
 from tests.collectives.steps import Case
 from tests.collectives.work import Noting, logged
-from tests.onebit.runs import on_ranks
+from tests.onebit.runs import on_ranks, same
 from tests.ranks import group, run_ranks
 
 RUNS = 3  # timed for each number of chunks
@@ -193,7 +193,7 @@ def test_an_unused_state_starts_anew(rank):
         used.load_state_dict(case.all_reduce(group()).state_dict())
         assert used.wire_bytes == 0
         one, other = (steps.record(CASE, rank, group(), all_reduce=each) for each in (used, fresh))
-        assert one.result_bytes == other.result_bytes and steps.same_state(one.states[-1], other.states[-1])
+        assert one.result_bytes == other.result_bytes and same(one.states[-1], other.states[-1])
 
 
 def test_an_unused_state_can_be_loaded_before_the_first_use():

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import Run
-from tests.collectives import steps, work
+from tests.collectives import work
+from tests.onebit.runs import same
 from tests.ranks import group, run_ranks
 
 mpi_main = pytest.importorskip("tests.collectives.mpi_main", reason="needs mpi4py", exc_type=ImportError)
@@ -57,7 +58,7 @@ def test_gloos_bytes(found):
     for ours, theirs in zip(found["numbers"], run_ranks(SIZE, work.recorded_many, mpi_main.CASES), strict=True):
         for case, one, other in zip(mpi_main.CASES, ours, theirs, strict=True):
             assert one.result_bytes == other.result_bytes, case
-            assert steps.same_state(one.states[-1], other.states[-1]), case
+            assert same(one.states[-1], other.states[-1]), case
 
 
 def adam_over_gloo(rank, size):

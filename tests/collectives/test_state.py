@@ -14,7 +14,7 @@ from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import Layout
 from tests.collectives import steps, work
 from tests.collectives.steps import Case, Recorded
-from tests.onebit.runs import on_ranks
+from tests.onebit.runs import on_ranks, same
 
 ONE_LEVEL = [Case((300, 63), chunks=2), Case((300, 63), scale="tensor", norm="l2"), Case((300, 63), reply="direct")]
 TWO_LEVELS = [Case((300, 63), chunks=2, reply=reply, nodes=2) for reply in (1, "direct")]
@@ -39,7 +39,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(rank, size, cases, auto):
         assert not auto or (ranks.events, loaded.chunks) == ([], case.chunks)
         rest = steps.record(case, rank, ranks, first=stop, all_reduce=loaded)
         assert Recorded(whole.states, whole.results[stop:]).result_bytes == rest.result_bytes
-        assert all(map(steps.same_state, whole.states[stop:], rest.states))
+        assert all(map(same, whole.states[stop:], rest.states))
         assert any(np.any(value) for value in rest.states[0].values())
 
 
@@ -83,7 +83,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(name):
     state = {k: v.clone() + 1 if isinstance(v, torch.Tensor) else v for k, v in right.items()} | entries
     with pytest.raises(ValueError, match=message):
         all_reduce.load_state_dict({k: v for k, v in state.items() if v is not None})
-    assert steps.same_state(before, steps.state_of(all_reduce))
+    assert same(before, steps.state_of(all_reduce))
     results = [Case((300, 700)).inputs(0, 3) for _ in range(2)]
     all_reduce(results[0])
     twin(results[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from onebit.collectives.transport.torch import TorchTransport
 from tests.collectives import steps
 from tests.collectives.steps import Case, Recorded
 from tests.faults.striking import AndThen, Watched
-from tests.onebit.runs import nodes_of
+from tests.onebit.runs import nodes_of, on_warnings
 from tests.ranks import group
 
 
@@ -27,8 +26,7 @@ def ranks_of(case: Case, size: int) -> Any:
 
 def recorded_many(rank: int, size: int, cases: list[Case]) -> list[Recorded]:
     """A warning would be an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with on_warnings("error"):
         return [steps.record(case, rank, group()) for case in cases]
 
 

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -147,6 +148,13 @@ def take(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step
     optimizer.step()
 
 
+def step_by(optimizer: Any, gradient: Callable[[Any], Any] = torch.ones_like) -> None:
+    """A step of gradients that are made of each parameter."""
+    for p in (p for g in optimizer.param_groups for p in g["params"]):
+        p.grad = gradient(p)
+    optimizer.step()
+
+
 def clip_as_asked(case: Case, optimizer: Any) -> None:
     if case.clip is not None:
         optimizer.clip_grad_norm_(case.clip)
@@ -241,6 +249,20 @@ def refused(error: Any, *parts: str) -> Iterator[None]:
     with pytest.raises(error) as caught:
         yield
     assert_message(caught, *parts)
+
+
+@contextmanager
+def on_warnings(action: Any = "always", category: type[Warning] = Warning, message: str = "") -> Iterator[list[str]]:
+    """The texts of warnings meanwhile; with "ignore" or "error" those that begin so are passed over, or are errors."""
+    texts: list[str] = []
+
+    def note(text: Any, its_category: type[Warning], *_: Any) -> None:
+        texts.extend([str(text)] * issubclass(its_category, category))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings(action, message, category)
+        warnings.showwarning = note
+        yield texts
 
 
 def on_ranks(size: int = 0, once: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:

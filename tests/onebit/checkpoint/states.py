@@ -7,7 +7,6 @@ Every step of stage 2 keeps
 whatever the ranks, chunks, blocks or scales, so that a load on other ranks is right when this still holds after it.
 """
 
-import warnings
 from math import nan
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from torch import nn
 import onebit
 from tests import oracle
 from tests.checkpoints import Run
-from tests.onebit.runs import bits, frozen_name, run, same, snapshot, take
+from tests.onebit.runs import bits, frozen_name, on_warnings, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 from tests.wire import signed
 
@@ -148,8 +147,7 @@ def save_run(rank, size, case, steps):
 def load_run(rank, size, case, states, values, step):
     """Load the rank's one of `states`, or the only one, and take step `step`."""
     given = snapshot(states[rank % len(states)])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings() as warned:
         params, optimizer = resumed(case, given, values, group())
     assert same(given, states[rank % len(states)])
     before = snapshot(optimizer.state_dict())
@@ -158,7 +156,6 @@ def load_run(rank, size, case, states, values, step):
     after, x = checkpoint(params, optimizer)
     run(case, rank, optimizer, params, step + 1, step + 3)
     assert all(torch.isfinite(p).all() for p in params)
-    warned = [str(w.message) for w in caught]
     return SimpleNamespace(before=before, after=after, params=x, end=bits(params), warned=warned)
 
 

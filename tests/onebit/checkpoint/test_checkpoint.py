@@ -3,7 +3,6 @@ as many ranks and by other numbers."""
 
 import multiprocessing
 import os
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from onebit.checkpoint import files as checkpoint_files
 from onebit.checkpoint import save_load as checkpoint
 from tests.checkpoints import Holder, Run, manifest
 from tests.onebit.checkpoint.states import TWO_GROUPS, left_out
-from tests.onebit.runs import Case, bits, on_ranks, same, take
+from tests.onebit.runs import Case, bits, on_ranks, on_warnings, same, take
 from tests.ranks import group, run_ranks, run_ranks_once
 
 WRITER = torch.distributed.checkpoint.FileSystemWriter
@@ -69,10 +68,9 @@ def loading(rank, size, case, folder, begun):
     """Goes on from there, in an optimizer that has begun, or not."""
     training = Training(case, rank, seed=1)
     training.train(begun)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings() as said:
         training.load(folder)
-    texts = [str(w.message) for w in caught if "residuals" in str(w.message) or "extra was" in str(w.message)]
+    texts = [text for text in said if "residuals" in text or "extra was" in text]
     state = training.all()
     training.train(4)
     assert all(torch.isfinite(p).all() for p in training.params)

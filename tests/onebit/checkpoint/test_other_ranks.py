@@ -1,7 +1,6 @@
 """Load on another number of ranks, or with other messages: merged states keep the mean residual, a single rank's start
 it from zero. With two levels a rank has what it left out of its slice."""
 
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +11,7 @@ import onebit
 from tests.checkpoints import Run
 from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import FIVE, TWO_GROUPS, assert_near, load_run, save_run, saved_and_loaded, trained
-from tests.onebit.runs import Case, on_ranks, same, snapshot, take
+from tests.onebit.runs import Case, on_ranks, on_warnings, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 A, L = "OneBitAdam", "OneBitLamb"
@@ -134,8 +133,7 @@ def test_residuals_come_along_into_another_memory_format(rank, tmp_path):
     """Norms of what was left out: as it was, loaded as it was, loaded into channels_last; none is missed."""
     case, found = Case(shapes=((16, 8, 3, 3),), options={"freeze_step": 3}), []
     rows = (8, torch.contiguous_format), (0, torch.contiguous_format), (0, torch.channels_last)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*residual")
+    with on_warnings("error", message=".*residual"):
         for steps, memory_format in rows:
             run = Run(case, 0, rank, group())
             run.params[0].data = run.params[0].data.contiguous(memory_format=memory_format)

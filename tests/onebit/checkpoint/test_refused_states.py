@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from onebit.checkpoint.elements import decoded
 from tests.checkpoints import Run
 from tests.fuzz.states import mark
 from tests.onebit.checkpoint.states import adamw_run
-from tests.onebit.runs import Case, kinds, same, snapshot
+from tests.onebit.runs import Case, kinds, on_warnings, same, snapshot
 
 CASE = Case(options={"freeze_step": 3, "betas": (0.9, 0.95)}, groups=({"lr": 1e-3}, {"weight_decay": 0.1}))
 ONE, GROUP = ("state", 0), ("param_groups", 0)
@@ -151,10 +150,8 @@ def changed(state, path, value):
 def assert_refused(on, state, match, errors=ValueError):
     before, current = mark(on), on.optimizer.current
     shown = {p: snapshot(own) for p, own in on.optimizer.state.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(errors, match=match):
-            on.optimizer.load_state_dict(state)
+    with on_warnings("ignore"), pytest.raises(errors, match=match):
+        on.optimizer.load_state_dict(state)
     assert mark(on) == before and on.optimizer.current is current
     assert all(same(snapshot(on.optimizer.state[p]), own) for p, own in shown.items())
 

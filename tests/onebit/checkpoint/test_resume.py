@@ -2,7 +2,6 @@
 the conventions of torch.optim (hooks, schedules, groups, copies, parameters that do not train)."""
 
 import copy
-import warnings
 from math import inf, nan
 
 import pytest
@@ -12,9 +11,8 @@ from torch import nn
 import onebit
 from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import AUTO, TWO_GROUPS, assert_go_on_alike, checkpoint, trained
-from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import resumes
-from tests.onebit.runs import Case, bits, build, kinds, on_ranks, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, step_by, take
 from tests.ranks import group
 
 FREEZE = {"freeze_step": 3}
@@ -49,13 +47,12 @@ RESUMES = [  # ranks, options, more of the case; test_contract.py has others
 ]
 
 
-@pytest.mark.parametrize("row", RESUMES, ids=lambda row: f"{row[0]} on {row[1]}, {row[2]}, {', '.join(row[3])}")
-def test_a_resumed_run_is_the_uninterrupted_one(row):
+@pytest.mark.parametrize(("kind", "size", "options", "more"), RESUMES, ids=str)
+@on_ranks()
+def test_a_resumed_run_is_the_uninterrupted_one(rank, size, kind, options, more):
     """From the state of each step."""
-    kind, size, options, more = row
     case = Case(kind, **{"steps": 9, **more, "options": {**FREEZE, **options}})
-    ends = simulation.on_ranks(size, resumes, case, tuple(range(1, case.steps)))
-    assert len(set(ends)) == 1
+    return resumes(rank, size, case, tuple(range(1, case.steps)))
 
 
 @kinds
@@ -76,8 +73,7 @@ def test_saving_changes_nothing_and_states_load_before_parameters(rank, kind):
         assert all(v.stride() == torch.empty(v.shape).stride() for own in state["state"].values() for v in own.values())
         chunks = "auto" if optimizer.compressing else 3  # measured anew, the saved ones are kept
         other, kept = case.but(options={**options, "chunks": chunks}).build(beside, group()), snapshot(state)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with on_warnings("error"):
             other.load_state_dict(snapshot(state))
             optimizer.load_state_dict(state)
         states.set_parameters(beside, params)
@@ -90,23 +86,6 @@ def test_saving_changes_nothing_and_states_load_before_parameters(rank, kind):
     assert same(seen(params, optimizer), seen(*never_saved)), "saving changed the run"
     *_, (compressing, skipped, nbytes, ratio) = seen(params, optimizer)
     assert compressing and skipped == 1 and nbytes > 0 and (ratio is None) == (kind != "OneBitLamb")
-
-
-@pytest.mark.parametrize("there", [2, 3, 5, 9])
-@pytest.mark.parametrize(("kind", "options"), [("OneBitAdam", AUTO), ("OneBitLamb", FREEZE)], ids=str)
-def test_loading_a_state_of_before_the_freeze_continues_from_it(kind, options, there):
-    """As after a spike of the loss: flags of the last step that were not read yet are dropped."""
-    case = Case(kind, options=options)
-    params, optimizer = trained(case, 0, 2)
-    state = snapshot(optimizer.state_dict())
-    again, other = trained(case.but(seed=1), 0, there)
-    states.set_parameters(again, params)
-    other.load_state_dict(state)
-    assert not other.compressing
-    coefficients = {name for name in state["state"][0] if name.startswith("coeff")}
-    assert set(other.state[again[0]]) == {"step", "exp_avg", "exp_avg_sq"} | coefficients
-    assert_go_on_alike(case, 0, (params, optimizer), (again, other), 3, 10)
-    assert optimizer.compressing
 
 
 # As torch.optim has it
@@ -183,11 +162,9 @@ def test_parameters_that_do_not_train_have_no_state(kind):
     assert same(state, kept), "training changed the state that was loaded"
 
 
-def steps_of(params, optimizer, *gradients):
+def steps_of(optimizer, *gradients):
     for value in gradients:
-        for p in params:
-            p.grad = torch.full_like(p, value)
-        optimizer.step()
+        step_by(optimizer, lambda p, value=value: torch.full_like(p, value))
 
 
 @pytest.mark.parametrize("frozen", [slice(None), slice(0, 500)], ids=["all", "the small ones"])
@@ -197,7 +174,7 @@ def test_a_state_saved_while_parameters_are_frozen_goes_on(frozen):
         return params, onebit.OneBitAdam(params, lr=1e-2, freeze_step=1)
 
     (params, optimizer), (others, again) = built(), built()
-    steps_of(params, optimizer, 0.1, 0.2)
+    steps_of(optimizer, 0.1, 0.2)
     for p in params[frozen]:
         p.requires_grad_(False)
     state = copy.deepcopy(optimizer.state_dict())
@@ -205,8 +182,8 @@ def test_a_state_saved_while_parameters_are_frozen_goes_on(frozen):
         p.requires_grad_(True)
     states.set_parameters(others, params)
     again.load_state_dict(state)
-    steps_of(params, optimizer, 0.3, 0.4)
-    steps_of(others, again, 0.3, 0.4)
+    steps_of(optimizer, 0.3, 0.4)
+    steps_of(again, 0.3, 0.4)
     assert bits(params) == bits(others)
 
 
@@ -214,14 +191,14 @@ def test_lambs_coefficients_of_before_a_group_was_added_are_not_saved():
     params = [nn.Parameter(torch.ones(40)) for _ in range(3)]
     options = {"lr": 1e-3, "freeze_step": onebit.FreezeRule(window=32)}
     optimizer = onebit.OneBitLamb(params[:2], **options)
-    steps_of(params[:2], optimizer, *[1.0] * 20)
+    steps_of(optimizer, *[1.0] * 20)
     optimizer.add_param_group({"params": params[2:]})
-    steps_of(params, optimizer, *[1.0] * 5)
+    steps_of(optimizer, *[1.0] * 5)
     again = onebit.OneBitLamb(
         [{"params": params[:2]}, {"params": params[2:]}], lr=1e-3, freeze_step=onebit.FreezeRule(window=32)
     )
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(40):
-        steps_of(params, optimizer, 1.0)
-        steps_of(params, again, 1.0)
+        steps_of(optimizer, 1.0)
+        steps_of(again, 1.0)
     assert optimizer.freeze_ratio == again.freeze_ratio is not None

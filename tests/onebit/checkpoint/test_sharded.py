@@ -6,7 +6,6 @@ Meshes are of all ranks there are: one world of four does what four can, one of 
 
 import contextlib
 import copy
-import warnings
 
 import numpy as np
 import pytest
@@ -14,13 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as tools
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import onebit
@@ -28,7 +21,7 @@ from onebit.collectives.transport import transport_for
 from tests.limits import HUNG
 from tests.onebit.parallel import test_fsdp as fsdp
 from tests.onebit.parallel.test_fsdp import loss_of, mesh_of, model, parts_of, sharded, whole
-from tests.onebit.runs import bits, build, frozen_name, same
+from tests.onebit.runs import bits, build, frozen_name, on_warnings, same
 from tests.ranks import run_ranks_once
 
 OPTIONS = fsdp.OPTIONS | {"freeze_step": 4}
@@ -36,8 +29,8 @@ SAVED = 9  # steps
 WIDTH = 21  # parts of different sizes; blocks that are not full
 ROWS = {"OneBitAdam": "direct", "OneBitLamb": 1, "ZeroOneAdam": 1}  # the reply of each
 SHAPES = ((1, 4), (4, 1))
-FULL = StateDictOptions(full_state_dict=True)
-BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+FULL = tools.StateDictOptions(full_state_dict=True)
+BROADCAST = tools.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def with_head(width):
@@ -95,15 +88,15 @@ def loaded(rank, folder, kind, shape, by_dcp=False):
 
 
 def to_dcp(folder, net, optimizer):
-    model_state, state = get_state_dict(net, optimizer)
+    model_state, state = tools.get_state_dict(net, optimizer)
     dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
 
 
 def from_dcp(folder, net, optimizer):
-    model_state, state = get_state_dict(net, optimizer)
+    model_state, state = tools.get_state_dict(net, optimizer)
     found = {"model": model_state, "optimizer": state}
     dcp.load(found, checkpoint_id=folder)
-    set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    tools.set_state_dict(net, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
 
 def by_name(rank, folder, steps):
@@ -128,8 +121,7 @@ def other_reply(rank, folder):
     others = [built(net, mesh, reply=reply) for reply in (1, "direct", "direct")]
     for other in others[:2]:
         onebit.load(folder, net, other)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with on_warnings("error"):
         # a rank's own state keeps all there is, as each of the others loads its own
         others[2].load_state_dict(optimizer.state_dict())
     return [tensors(each) for each in (optimizer, *others)]
@@ -145,11 +137,9 @@ def of_one_replica(rank, folder):
     torch.distributed.barrier()
     saved = torch.load(f"{folder}/0", weights_only=True)
     for reply in ("direct", 1):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with on_warnings() as texts:
             built(net, mesh, reply=reply).load_state_dict(saved)
-        texts = "".join(str(w.message) for w in caught)
-        assert "start from zero" in texts if rank else texts == ""
+        assert "start from zero" in "".join(texts) if rank else texts == []
     net = with_head(WIDTH)
     optimizer = build("OneBitAdam", net.parameters(), **OPTIONS)
     train(rank, net, optimizer, range(SAVED))
@@ -170,12 +160,12 @@ def to_whole(rank, folder, nodes):
 def ways_of(net, optimizer, file):
     """How torch's tools bring the state of now into a new optimizer; and the whole state."""
     copied = copy.deepcopy(optimizer.state_dict())
-    full = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=FULL))
+    full = copy.deepcopy(tools.get_optimizer_state_dict(net, optimizer, options=FULL))
     torch.save(optimizer.state_dict(), file)
     return full, {
         "torch.save": lambda net, new: new.load_state_dict(torch.load(file, weights_only=True)),
         "deepcopy": lambda net, new: new.load_state_dict(copied),
-        "full": lambda net, new: set_optimizer_state_dict(net, new, full, options=FULL),
+        "full": lambda net, new: tools.set_optimizer_state_dict(net, new, full, options=FULL),
     }
 
 
@@ -225,7 +215,7 @@ def on_four(rank, size, folder):
             assert same(seen(rank, *again), found[kind]), (kind, way)
         from_0 = full if rank == 0 else {}
         with pytest.raises(ValueError, match="make_room") if rank else contextlib.nullcontext():
-            set_optimizer_state_dict(*new(), copy.deepcopy(from_0), options=BROADCAST)
+            tools.set_optimizer_state_dict(*new(), copy.deepcopy(from_0), options=BROADCAST)
         found["by hand"][kind] = by_hand(rank, *new(), from_0)
         for shape in SHAPES:
             found[f"{kind} {shape}"] = loaded(rank, folder, kind, shape)

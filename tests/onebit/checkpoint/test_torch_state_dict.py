@@ -1,34 +1,19 @@
 """torch.distributed.checkpoint carries an optimizer's state, whatever its options: in memory, where it walks the live
 one, and by files, as PyTorch's own recipe has it, or by way of make_room into a new optimizer."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as tools
 from torch.distributed.checkpoint.stateful import Stateful
 
 import onebit
 from tests.checkpoints import Holder
-from tests.onebit.checkpoint.states import (
-    AUTO,
-    TWO_GROUPS,
-    assert_go_on_alike,
-    checkpoint,
-    left_out,
-    set_parameters,
-    trained,
-)
-from tests.onebit.runs import Case, bits, on_ranks, run, same, snapshot, take
+from tests.onebit.checkpoint import states
+from tests.onebit.checkpoint.states import TWO_GROUPS, checkpoint, trained
+from tests.onebit.runs import Case, bits, on_ranks, on_warnings, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 OPTIONS = {
@@ -38,7 +23,7 @@ OPTIONS = {
     "offloaded": {"cpu_offload": True},
     "flattened and offloaded": {"flatten_optimizer_state_dict": True, "cpu_offload": True},
 }
-FLATTENED, FREEZE = StateDictOptions(**OPTIONS["flattened"]), {"freeze_step": 3}
+FLATTENED, FREEZE = tools.StateDictOptions(**OPTIONS["flattened"]), {"freeze_step": 3}
 CASE, TENSOR = Case(options=FREEZE), {"scale": "tensor", "chunks": 2}
 
 
@@ -53,8 +38,8 @@ CARRIED = [  # optimizer, option, steps there, steps here, more options; by file
     ("ZeroOneAdam", "full", 6, 5, {}),
     ("OneBitAdam", "full", 6, 0, {}),
     # of what "auto" compares, three rows of numbers here and none there, or the other way round
-    ("OneBitAdam", "flattened", 4, 0, AUTO),
-    ("OneBitLamb", "full", 1, 4, AUTO),
+    ("OneBitAdam", "flattened", 4, 0, states.AUTO),
+    ("OneBitLamb", "full", 1, 4, states.AUTO),
 ]
 
 
@@ -62,14 +47,14 @@ CARRIED = [  # optimizer, option, steps there, steps here, more options; by file
 @on_ranks(2)
 def test_a_state_goes_on_bit_for_bit(rank, kind, name, steps, there, more):
     """The state of `steps` steps by way of torch into an optimizer that has taken `there` others."""
-    case, options = Case(kind, options={**FREEZE, **more}, groups=TWO_GROUPS), StateDictOptions(**OPTIONS[name])
+    case, options = Case(kind, options={**FREEZE, **more}, groups=TWO_GROUPS), tools.StateDictOptions(**OPTIONS[name])
     params, optimizer = trained(case, rank, steps, group())
-    carried = snapshot(get_optimizer_state_dict(Holder(params), optimizer, options=options))
+    carried = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=options))
     again, other = trained(case.but(seed=1), rank, there, group())
-    set_parameters(again, params)
-    set_optimizer_state_dict(Holder(again), other, carried, options=options)
+    states.set_parameters(again, params)
+    tools.set_optimizer_state_dict(Holder(again), other, carried, options=options)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
-    assert_go_on_alike(case, rank, (params, optimizer), (again, other), steps + 1, steps + 4)
+    states.assert_go_on_alike(case, rank, (params, optimizer), (again, other), steps + 1, steps + 4)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +65,15 @@ def test_a_flattened_state_of_another_stage_needs_room(kind, steps, there):
     """torch looks in it only for what the optimizer has."""
     case = Case(kind, options=FREEZE, groups=TWO_GROUPS)
     params, optimizer = trained(case, 0, steps)
-    flat = snapshot(get_optimizer_state_dict(Holder(params), optimizer, options=FLATTENED))
+    flat = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=FLATTENED))
     again, other = trained(case.but(seed=1), 0, there)
     before = snapshot(other.state_dict())
     if there > 0:
         with pytest.raises(ValueError, match=r"call onebit\.make_room first"):
-            set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
+            tools.set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
     assert same(snapshot(other.state_dict()), before)
     onebit.make_room(flat, Holder(again), other)
-    set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
+    tools.set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
 
 
@@ -96,12 +81,12 @@ def test_what_an_optimizer_has_beside_a_full_state_is_not_loaded_with_it():
     """torch puts the two together. Here one had elements without a variance, and LAMB a field for them."""
     case = Case("OneBitLamb", options=FREEZE)
     params, optimizer = trained(case, 0, 6)
-    options = StateDictOptions(full_state_dict=True)
-    full = snapshot(get_optimizer_state_dict(Holder(params), optimizer, options=options))
+    options = tools.StateDictOptions(full_state_dict=True)
+    full = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=options))
     with pytest.warns(UserWarning, match="without a variance"):
         again, other = trained(case.but(untouched=((0, 2, 9),)), 0, 6)
     assert "counted_bits" in other.state[again[0]]
-    set_optimizer_state_dict(Holder(again), other, full, options=options)
+    tools.set_optimizer_state_dict(Holder(again), other, full, options=options)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
 
 
@@ -136,15 +121,15 @@ class App(Stateful):
     """As PyTorch's tutorial has it."""
 
     def __init__(self, model, optimizer, options):
-        self.both, self.options = (model, optimizer), StateDictOptions(**options)
+        self.both, self.options = (model, optimizer), tools.StateDictOptions(**options)
 
     def state_dict(self):
-        model, optimizer = get_state_dict(*self.both, options=self.options)
+        model, optimizer = tools.get_state_dict(*self.both, options=self.options)
         return {"model": model, "optim": optimizer}
 
     def load_state_dict(self, state):
         model, optimizer = state["model"], state["optim"]
-        set_state_dict(*self.both, model_state_dict=model, optim_state_dict=optimizer, options=self.options)
+        tools.set_state_dict(*self.both, model_state_dict=model, optim_state_dict=optimizer, options=self.options)
 
 
 def entries(how, params, optimizer):
@@ -173,11 +158,10 @@ def loading(rank, size, case, folder, how, steps, new, values):
     params, optimizer = trained(case.but(seed=1), rank, 0 if new else steps, group())
     if new:
         onebit.make_room(folder, Holder(params), optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the state does not hold the residuals")
+    with on_warnings("error", message="the state does not hold the residuals"):
         dcp.load(entries(how, params, optimizer), checkpoint_id=folder, process_group=group())
     if how == "alone":
-        set_parameters(params, values)
+        states.set_parameters(params, values)
     return seen(case, rank, params, optimizer, steps)
 
 
@@ -214,7 +198,7 @@ def test_dcp_carries_a_run(row, tmp_path):
         if steps == 2:
             assert same(after[0][0]["state"], before[0][0]["state"])
         else:
-            here, was = (left_out([own[0] for own in of], case) for of in (after, before))
+            here, was = (states.left_out([own[0] for own in of], case) for of in (after, before))
             np.testing.assert_allclose(here, was, rtol=1e-5, atol=1e-6)
 
 
@@ -225,7 +209,7 @@ def test_wrappers_are_no_part_of_names():
     params, optimizer = trained(CASE, 0, 6)
     plain = Holder(params)
     wrapper = nn.ModuleDict({"module": plain})  # as DDP is, to names
-    flat, within = (get_optimizer_state_dict(model, optimizer) for model in (plain, nn.Sequential(plain)))
+    flat, within = (tools.get_optimizer_state_dict(model, optimizer) for model in (plain, nn.Sequential(plain)))
     compiled = nn.Sequential(torch.compile(plain))
     for model, saved in ((wrapper, flat), (torch.compile(wrapper), flat), (compiled, within)):
         resumed = CASE.build(params)
@@ -238,7 +222,7 @@ def test_what_make_room_refuses_and_what_is_refused_after_it(tmp_path):
     model, adamw = Holder(params), torch.optim.AdamW(params)
     run(CASE, 0, adamw, params, 1, 1)
     before = snapshot(optimizer.state_dict())
-    by_name = get_optimizer_state_dict(model, saved.__class__(params))
+    by_name = tools.get_optimizer_state_dict(model, saved.__class__(params))
     renamed = {
         k: {f"other.{n}": v for n, v in own.items()} if isinstance(own, dict) else own for k, own in by_name.items()
     }

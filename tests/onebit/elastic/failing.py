@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
 
 from onebit.collectives import CollectiveError
 from onebit.collectives.transport.protocol import Work
-from tests.faults.striking import Watched
+from tests.faults.striking import AndThen, Watched
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,10 @@ class Failure:
     error: type[Exception] = CollectiveError
 
 
-@dataclass
-class Garbled:
-    """Work that ends with an error."""
-
-    work: Work
-    out: Tensor
-    error: Exception
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.out.fill_(-1 if self.out.is_floating_point() else 77)
-        raise self.error
+def garble(out: Tensor, error: Exception) -> None:
+    """Half of it has come."""
+    out.fill_(-1 if out.is_floating_point() else 77)
+    raise error
 
 
 class Failing(Watched):
@@ -71,4 +64,4 @@ class Failing(Watched):
             return start()
         if at.when == "before":
             raise at.error(f"{phase} did not begin: a rank died")
-        return Garbled(start(), out, at.error(f"{phase} did not end: a rank died"))
+        return AndThen(start(), partial(garble, out, at.error(f"{phase} did not end: a rank died")))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import socket
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +14,10 @@ import torch.distributed as dist
 
 import onebit
 from tests import oracle
+from tests.collectives.work import logged
 from tests.onebit.checkpoint.states import other_parameters
 from tests.onebit.optim.simulation import After, after
-from tests.onebit.runs import Case, take
+from tests.onebit.runs import Case, on_warnings, take
 from tests.ranks import MOST, group, run_ranks
 
 MORE = 10  # steps after a reform
@@ -108,8 +106,7 @@ def group_of(ranks: Sequence[int], rank: int) -> Any:
 
 
 def work(rank: int, size: int, move: Move) -> Moved:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the variance: other tests are of these
+    with on_warnings("ignore", UserWarning):  # of the variance: other tests are of these
         return _moved(rank, move)
 
 
@@ -132,7 +129,7 @@ def _moved(rank: int, move: Move) -> Moved:
         found.before = after(move.at, "", optimizer, ordered)
     if is_there or move.leaving:
         ranks = move.now.ranks(now)["process_group"] if is_there else None
-        with heard() as found.said:
+        with logged("%(levelname)s %(message)s") as found.said:
             onebit.reform(optimizer, ranks, leaving=move.leaving)
     if not is_there:
         return found
@@ -145,26 +142,6 @@ def _moved(rank: int, move: Move) -> Moved:
         kind = coming.kind if coming else "1 bit" if optimizer.compressing else "full"
         found.later.append(after(step, kind, optimizer, ordered))
     return found
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """Warnings of onebit's log."""
-    said: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    listener, logger = Listener(logging.WARNING), logging.getLogger("onebit")
-    level = logger.level  # another test of this process may have made it silent
-    logger.addHandler(listener)
-    logger.setLevel(logging.WARNING)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(level)
 
 
 def plan(case: Case, ranks: int) -> oracle.Layout:

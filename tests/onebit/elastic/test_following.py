@@ -7,7 +7,6 @@ import math
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ from onebit.elastic import following
 from onebit.parallel.watch import shared_tensors
 from tests.onebit.checkpoint.states import other_parameters
 from tests.onebit.elastic.moves import group_of, needs_ipv6
+from tests.onebit.elastic.test_halfway import take
 from tests.onebit.elastic.test_reform import AUTO, CHUNKS, FULL, LOCAL, SYNCS, TENSOR, case
-from tests.onebit.optim.contract import backward, give
 from tests.onebit.optim.test_memory import living
-from tests.onebit.runs import Case, bits, take
+from tests.onebit.runs import Case, bits, on_warnings, step_by
 from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
@@ -47,7 +46,6 @@ class Following:
     case: Case
     begins: int
     joins: int
-    clips: bool = False
     reforms: int = 0  # the step after which the two that are there go on as another group
     then: str = ""  # what becomes of the giver, or of the run, before ranks change
 
@@ -72,7 +70,7 @@ FOLLOWED = {
     "steps that are skipped": Following(case(A).but(bad=((2, 0, float("nan")), (6, 1, float("inf")))), 1, 7),
     "one node": Following(case(A).but(each=2), 2, 6),
     "stage 1 that ends by itself": Following(case(A).but(options=BY_ITSELF), 2, 5),
-    "gradients that are clipped": Following(case(A), 1, 5, clips=True),
+    "gradients that are clipped": Following(case(A).but(clip=0.5), 1, 5),
     "overlap": Following(case(A, **CHUNKS, overlap=True), 4, 7),
     "ranks that change meanwhile": Following(case(A, **CHUNKS), 2, 8, reforms=5),
 }
@@ -113,8 +111,7 @@ class Sends(TorchTransport):
 
 
 def work(rank: int, size: int, following: Following) -> Found:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the variance: other tests are of these
+    with on_warnings("ignore", UserWarning):  # of the variance: other tests are of these
         return _work(rank, following)
 
 
@@ -125,7 +122,7 @@ def _work(rank: int, following: Following) -> Found:
         sent = sum(all_gather_json(transport_for(group(3)), CPU, everyone.sent, "bytes"))
     at_once = same_on_all(optimizer)
     for step in range(following.joins + 1, following.joins + 6):
-        step_of(following, rank, optimizer, params, step)
+        take(following.case, rank, optimizer, params, step)
     optimizer.synchronize()
     return Found(at_once, [g["lr"] for g in optimizer.param_groups], same_on_all(optimizer), sent)
 
@@ -156,7 +153,7 @@ def run_until_joined(rank: int, following: Following) -> Iterator[tuple[Any, Any
                 dist.barrier(group(3))
                 wait_for_follower(giver)
                 dist.barrier(two)
-            step_of(following, rank, optimizer, params, step)
+            take(following.case, rank, optimizer, params, step)
             for g in optimizer.param_groups:
                 g["lr"] *= 0.9
             if step == following.reforms:
@@ -172,18 +169,6 @@ def run_until_joined(rank: int, following: Following) -> Iterator[tuple[Any, Any
         giver.close()
 
 
-def step_of(following: Following, rank: int, optimizer: Any, params: Any, step: int) -> None:
-    if following.case.options.get("overlap"):
-        backward(following.case, rank, optimizer, params, step)
-        optimizer.step()
-    elif following.clips:
-        give(following.case, params, step, rank)
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-    else:
-        take(following.case, rank, optimizer, params, step)
-
-
 def wait_for_follower(giver: onebit.Giver | None) -> None:
     stop = time.monotonic() + 60
     while giver is not None and not giver.followers:
@@ -197,19 +182,13 @@ def alone(*sizes: int, **options: Any) -> Any:
     return onebit.OneBitAdam(params, **{"freeze_step": 1000, **options})
 
 
-def step_alone(optimizer: Any) -> None:
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-
-
 def test_where_more_piles_up_than_a_state_has_the_state_is_sent_anew() -> None:
     run = alone(2**20)
     giver = onebit.Giver(run, HOST)
     link, kinds, received = connect(giver.address), [], 0
     wait_for_follower(giver)
     for _ in range(12):
-        step_alone(run)
+        step_by(run)
     giver.end()
     while not kinds or kinds[-1]["kind"] != "end":
         value, tensors = receive_tensors(link, 0, CPU, "test")
@@ -227,7 +206,7 @@ def test_what_is_given_waits_while_the_giver_is_in_a_step(monkeypatch: pytest.Mo
     giver = onebit.Giver(run, HOST)
     link, kinds = connect(giver.address), list[str]()
     wait_for_follower(giver)
-    step_alone(run)  # the state fills what the connection holds: nobody receives
+    step_by(run)  # the state fills what the connection holds: nobody receives
     receiving = threading.Thread(target=lambda: kinds.append(receive_tensors(link, 0, CPU, "test")[0]["kind"]))
     with giver.giving_way():
         receiving.start()
@@ -239,7 +218,7 @@ def test_what_is_given_waits_while_the_giver_is_in_a_step(monkeypatch: pytest.Mo
     receiving.join(60)
     assert kinds == ["state"]
     with mock.patch.object(onebit.Giver, "giving_way", autospec=True, side_effect=onebit.Giver.giving_way) as gives_way:
-        step_alone(run)
+        step_by(run)
     gives_way.assert_called_once()
     giver.close()
     link.close()
@@ -298,17 +277,17 @@ def follow_and_count(rank: int, size: int, numel: int, dtype: torch.dtype) -> in
         dist.barrier(group())
         return max(counts)
     for _ in range(4):
-        step_alone(optimizer)
+        step_by(optimizer)
     params[0].grad = None
     counted(lambda: None)()
     giver = onebit.Giver(optimizer, HOST)
     all_gather_json(world, CPU, giver.address, "address")
     wait_for_follower(giver)
-    step_alone(optimizer)
+    step_by(optimizer)
     for _ in range(2):
         dist.barrier(group())
         giver.parameters_changed()
-        step_alone(optimizer)
+        step_by(optimizer)
     giver.end()
     dist.barrier(group())  # all has been sent
     return counts[0]
@@ -335,7 +314,7 @@ def test_a_giver_ends_with_its_optimizer() -> None:
     address = onebit.Giver(run, HOST).address
     link = connect(address)
     wait_for_follower(run.giver)
-    step_alone(run)
+    step_by(run)
     own = set(threading.enumerate()) - others
     assert {thread.name for thread in own} == {"onebit giver", "onebit log"}
     del run
@@ -365,7 +344,7 @@ def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(ValueError, match="has a Giver already"):
         onebit.Giver(run, HOST)
     with pytest.raises(ValueError, match="has taken steps"):
-        step_alone(run)
+        step_by(run)
         onebit.follow(run, giver.address)
     for other, name in ((alone(31), "elements 30, this process 31"), (alone(30, block_size=64), "block_size")):
         said = heard_while_it_steps(run, other)
@@ -388,7 +367,7 @@ def test_one_that_follows_takes_no_step_and_gives_nothing() -> None:
     giver = onebit.Giver(run, HOST)
     assert heard_while_it_steps(run, new) == []
     with pytest.raises(ValueError, match=r"call onebit\.reform first"):
-        step_alone(new)
+        step_by(new)
     with pytest.raises(ValueError, match=r"after onebit\.reform"):
         onebit.Giver(new, HOST)
     giver.end()
@@ -419,11 +398,11 @@ def test_a_state_that_comes_anew_does_not_end_the_wait_for_the_first() -> None:
     with slowly, mock.patch.object(following.Follower, "catch_up", late):
         thread.start()
         wait_for_follower(giver)
-        step_alone(run)
+        step_by(run)
         while not states:
             time.sleep(0.002)
         giver.parameters_changed()
-        step_alone(run)
+        step_by(run)
         thread.join()
         ended.set()
     giver.end()
@@ -445,7 +424,7 @@ def heard_while_it_steps(run: Any, other: Any) -> list[str]:
     thread.start()
     wait_for_follower(run.giver)
     while thread.is_alive():
-        step_alone(run)
+        step_by(run)
     return said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +21,13 @@ from onebit.kernels.data.wire import MessageError
 from onebit.optim.flat_state import FlatState
 from onebit.optim.setup import Setup
 from tests.faults.striking import AVERAGE, EXCHANGE, FINITE, GATHER, SCATTER, SPREAD
+from tests.onebit import runs
 from tests.onebit.elastic.failing import Failing, Failure
-from tests.onebit.optim.contract import backward, give
-from tests.onebit.runs import Case, bits, same, snapshot
+from tests.onebit.optim.contract import backward
+from tests.onebit.runs import Case, bits, on_ranks, on_warnings, same, snapshot
 from tests.ranks import group, run_ranks, run_ranks_once
 
+BF16, INF, NAN = "bfloat16", math.inf, math.nan
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
 SHAPES = ((7, 9), (33,), (130,), (400,))
 LARGER = (*SHAPES[:-1], (6200,))  # of which two chunks are worth measuring
@@ -48,7 +51,7 @@ class Death:
     options: dict[str, Any]
     failures: dict[int, Failure]
     taken: int
-    clip: float = 0.0
+    clip: float | None = None
     each: int = 1  # ranks a node
     dtype: str = "float32"
     last_dtype: str = ""
@@ -65,20 +68,13 @@ class Death:
 
     @property
     def case(self) -> Case:
-        return Case(
-            self.kind,
-            LARGER if self.options.get("chunks") == "auto" else SHAPES,
-            options=self.options,
-            groups=({}, self.group),
-            dtype=self.dtype,
-            last_dtype=self.last_dtype,
-            bad=self.bad,
-            each=self.each,
-        )
+        shapes = LARGER if self.options.get("chunks") == "auto" else SHAPES
+        more = {name: getattr(self, name) for name in ("options", "dtype", "last_dtype", "bad", "each", "clip")}
+        return Case(self.kind, shapes, groups=({}, self.group), **more)
 
 
-def everywhere(step: int, phase: str) -> dict[int, Failure]:
-    return dict.fromkeys(RANKS, Failure(step, phase))
+def everywhere(step: int, phase: str, skip: int = 0, ranks: tuple[int, ...] = RANKS) -> dict[int, Failure]:
+    return dict.fromkeys(ranks, Failure(step, phase, skip=skip))
 
 
 LAST = f"{SCATTER} 1"
@@ -89,26 +85,22 @@ DEATHS = {
     "all fail in the gather phase": Death(A, FROZEN, everywhere(6, GATHER), 5),
     "all fail in the scatter phase": Death(L, FROZEN, everywhere(6, SCATTER), 5),
     "all fail in the scatter phase, tensor scale": Death(A, {**FROZEN, "scale": "tensor"}, everywhere(6, SCATTER), 5),
-    "all fail in the first exchange of two": Death(A, ONE, everywhere(6, GATHER), 5, last_dtype="bfloat16"),
-    "all fail in the second exchange of two": Death(
-        A, ONE, dict.fromkeys(RANKS, Failure(6, SCATTER, skip=1)), 5, last_dtype="bfloat16"
-    ),
+    "all fail in the first exchange of two": Death(A, ONE, everywhere(6, GATHER), 5, last_dtype=BF16),
+    "all fail in the second exchange of two": Death(A, ONE, everywhere(6, SCATTER, 1), 5, last_dtype=BF16),
     "all fail in the last scatter phase": Death(A, CHUNKS, everywhere(6, LAST), 5),
     "all fail in a direct exchange": Death(L, {**FROZEN, "reply": "direct"}, everywhere(6, EXCHANGE), 5),
     "all fail in the first compressed step": Death(L, CHUNKS, everywhere(4, LAST), 3),
     "rank 0 has taken a full step": Death(A, FROZEN, {1: Failure(2, FINITE)}, 2),
     "rank 0 has taken a full step, clipped": Death(L, FROZEN, {1: Failure(2, FINITE)}, 2, clip=0.5),
-    "rank 0 has skipped a full step": Death(A, FROZEN, {1: Failure(2, FINITE)}, 2, bad=((2, 1, float("inf")),)),
+    "rank 0 has skipped a full step": Death(A, FROZEN, {1: Failure(2, FINITE)}, 2, bad=((2, 1, INF),)),
     "rank 1 has taken the last full step": Death(L, CHUNKS, {0: Failure(3, FINITE)}, 3),
     "rank 0 has frozen": Death(A, CHUNKS, {1: Failure(3, FINITE), 0: Failure(4, FINITE, "before")}, 3),
     "rank 0 has taken a compressed step": Death(L, CHUNKS, {1: Failure(6, LAST)}, 6),
     "rank 0 has taken a compressed step, clipped": Death(A, CHUNKS, {1: Failure(6, LAST)}, 6, clip=0.5),
     "rank 0 has taken a step whose flags travel": Death(A, FROZEN, {1: Failure(6, SCATTER)}, 6),
-    "rank 0 has skipped a step whose flags travel": Death(
-        L, FROZEN, {1: Failure(6, SCATTER)}, 6, bad=((6, 0, float("nan")),)
-    ),
+    "rank 0 has skipped a step whose flags travel": Death(L, FROZEN, {1: Failure(6, SCATTER)}, 6, bad=((6, 0, NAN),)),
     "rank 0 has begun the next": Death(
-        A, FROZEN, {1: Failure(6, SCATTER), 0: Failure(7, GATHER, "before")}, 6, dtype="bfloat16"
+        A, FROZEN, {1: Failure(6, SCATTER), 0: Failure(7, GATHER, "before")}, 6, dtype=BF16
     ),
     "rank 0 has begun the next, direct": Death(
         Z, {**FROZEN, "reply": "direct"}, {1: Failure(6, EXCHANGE), 0: Failure(7, EXCHANGE, "before")}, 6
@@ -127,10 +119,10 @@ DEATHS = {
     ),
     "rank 0 has synchronised": Death(Z, LOCAL, {1: Failure(11, SCATTER)}, 11),
     "all fail when they choose chunks of the second dtype": Death(
-        L, MEASURED, dict.fromkeys(RANKS, Failure(4, CHOOSING, skip=1)), 3, last_dtype="bfloat16"
+        L, MEASURED, everywhere(4, CHOOSING, 1), 3, last_dtype=BF16
     ),
     "rank 0 has chosen chunks, 1 for one dtype and 2 for the other": Death(
-        A, MEASURED, {1: Failure(4, CHOOSING, skip=1), **BEGUN}, 3, last_dtype="bfloat16"
+        A, MEASURED, {1: Failure(4, CHOOSING, skip=1), **BEGUN}, 3, last_dtype=BF16
     ),
     "all fail in messages that left in backward": Death(A, EARLY, everywhere(6, f"{SCATTER} 1"), 5),
     "rank 0 has taken a step with parameters that are not compressed": Death(
@@ -166,33 +158,20 @@ def test_what_is_left_is_as_after_a_reform_between_two_steps(name: str) -> None:
 
 COMPARING, BUILDING = "comparing how far the ranks are", "comparing whether all can go on"
 ENDING = "comparing how many steps"  # before the messages of the sync
-FROM_3 = (0, 1, 2)
 SECOND_DEATHS = {
-    "when ranks compare": Death(
-        A, CHUNKS, everywhere(6, LAST), 5, second=dict.fromkeys(FROM_3, Failure(0, COMPARING, skip=1))
-    ),
-    "when rank 1 has finished the step": Death(
-        L, CHUNKS, {1: Failure(6, LAST)}, 6, second=dict.fromkeys(FROM_3, Failure(0, BUILDING))
-    ),
-    "when all have moved in a sync": Death(
-        Z, SYNC, everywhere(15, SCATTER), 15, second=dict.fromkeys(FROM_3, Failure(0, BUILDING, skip=1))
-    ),
-    "when rank 0 has gone on": Death(
-        A, CHUNKS, everywhere(6, LAST), 5, second=dict.fromkeys((1, 2), Failure(0, BUILDING, skip=1))
-    ),
+    "when ranks compare": Death(A, CHUNKS, everywhere(6, LAST), 5, second=everywhere(0, COMPARING, 1)),
+    "when rank 1 has finished the step": Death(L, CHUNKS, {1: Failure(6, LAST)}, 6, second=everywhere(0, BUILDING)),
+    "when all have moved in a sync": Death(Z, SYNC, everywhere(15, SCATTER), 15, second=everywhere(0, BUILDING, 1)),
+    "when rank 0 has gone on": Death(A, CHUNKS, everywhere(6, LAST), 5, second=everywhere(0, BUILDING, 1, (1, 2))),
     "when rank 1 has gone on, direct": Death(
-        L,
-        {**CHUNKS, "reply": "direct"},
-        everywhere(6, f"{EXCHANGE} 1"),
-        5,
-        second=dict.fromkeys((0, 2), Failure(0, BUILDING, skip=1)),
+        L, {**CHUNKS, "reply": "direct"}, everywhere(6, f"{EXCHANGE} 1"), 5, second=everywhere(0, BUILDING, 1, (0, 2))
     ),
     "when rank 0 has gone on to the sync": Death(
         Z,
         SYNC,
         everywhere(15, SCATTER),
         15,
-        second={**dict.fromkeys((1, 2), Failure(0, BUILDING, skip=1)), 0: Failure(0, ENDING, "before")},
+        second={**everywhere(0, BUILDING, 1, (1, 2)), 0: Failure(0, ENDING, "before")},
     ),
 }
 
@@ -224,7 +203,7 @@ def die_while_joining(rank: int, size: int) -> Any:
     case = Case(A, SHAPES, options={**FROZEN, "reply": "auto"})
     params, optimizer = case.made(group(2 if rank < 2 else 3))
     for step in range(1, 6 if rank < 2 else 1):
-        take(case, rank, optimizer, params, step, 0)
+        take(case, rank, optimizer, params, step)
     die_again(optimizer, Failing(group(3), Failure(0, BUILDING, skip=1) if rank else None))
     if rank == 2:
         return None
@@ -232,7 +211,7 @@ def die_while_joining(rank: int, size: int) -> Any:
     states = optimizer.state_dict()["state"].values()
     messages = [bits([own[name] for name in sorted(own) if name.startswith("momentum")]) for own in states]
     for step in range(6, 9):
-        take(case, rank, optimizer, params, step, 0)
+        take(case, rank, optimizer, params, step)
     return messages, state_of(optimizer, params)[0]
 
 
@@ -247,10 +226,8 @@ def assert_owed_alike(got: Any, wanted: Any) -> None:
 
 def die(rank: int, size: int, death: Death) -> list[Any]:
     """The state after the reform and three more steps: of the run with the death, and of the one without."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        with mock.patch.object(Setup, "choose_chunks", choose_chunks):
-            return [run(rank, death, death.failures.get(rank), True), run(rank, death, None)]
+    with on_warnings("ignore", UserWarning), mock.patch.object(Setup, "choose_chunks", choose_chunks):
+        return [run(rank, death, death.failures.get(rank), True), run(rank, death, None)]
 
 
 def die_again(optimizer: Any, ranks: Failing) -> None:
@@ -271,7 +248,7 @@ def run(rank: int, death: Death, failure: Failure | None, failed: bool = False) 
     try:
         while step <= last:
             transport.step = step
-            take(case, rank, optimizer, params, step, death.clip)
+            take(case, rank, optimizer, params, step)
             step += 1
     except CollectiveError:
         assert failure is not None and step == failure.step
@@ -290,17 +267,15 @@ def run(rank: int, death: Death, failure: Failure | None, failed: bool = False) 
     attempts = int(optimizer.current.stages.counts.sum())
     after, synchronized = state_of(optimizer, params), optimizer.synchronized
     for step in range(attempts + 1, attempts + 4):
-        take(case, rank, optimizer, params, step, death.clip)
+        take(case, rank, optimizer, params, step)
     return {"steps": attempts, "in step": synchronized, "after": after, "later": state_of(optimizer, params)}
 
 
-def take(case: Case, rank: int, optimizer: Any, params: Any, step: int, clip: float) -> None:
-    if case.options.get("overlap"):
-        backward(case, rank, optimizer, params, step)
-    else:
-        give(case, params, step, rank)
-    if clip:
-        optimizer.clip_grad_norm_(clip)
+def take(case: Case, rank: int, optimizer: Any, params: Any, step: int) -> None:
+    """By autograd where messages leave in backward."""
+    if not case.options.get("overlap"):
+        return runs.take(case, rank, optimizer, params, step)
+    backward(case, rank, optimizer, params, step)
     optimizer.step()
 
 
@@ -313,25 +288,21 @@ def state_of(optimizer: Any, params: Any) -> Any:
 
 ENDS = [
     (False, 2, 0, ""),
-    (False, 2, 0, "bfloat16"),
-    (False, 2, 1, "bfloat16"),
-    (True, 2, 1, "bfloat16"),
-    (True, 1, 1, "bfloat16"),
+    (False, 2, 0, BF16),
+    (False, 2, 1, BF16),
+    (True, 2, 1, BF16),
+    (True, 1, 1, BF16),
     (True, 2, 0, ""),
 ]
 
 
 @pytest.mark.parametrize(("called", "failing", "skip", "last_dtype"), ENDS)
+@on_ranks(3)
 def test_an_exchange_after_local_steps_is_ended_by_the_new_group_or_with_the_replies_of_the_old_one(
-    called: bool, failing: int, skip: int, last_dtype: str
+    rank: int, called: bool, failing: int, skip: int, last_dtype: str
 ) -> None:
     """Of a sync, or of synchronize. The first: as if the step had been a local one, after which the new group
     synchronises at once. failing: of the ranks that stay, how many; with one the other has ended the exchange."""
-    for got, wanted in run_ranks(3, die_in_an_exchange, called, failing, skip, last_dtype)[:2]:
-        assert same(got, wanted)
-
-
-def die_in_an_exchange(rank: int, size: int, called: bool, failing: int, skip: int, last_dtype: str) -> Any:
     case, found, at = Case(Z, SHAPES, options=SYNC, last_dtype=last_dtype), [], 14 if called else 15
     for dies in (True, False):
         failure = Failure(at, SCATTER, skip=skip) if dies and rank >= 2 - failing else None
@@ -342,7 +313,7 @@ def die_in_an_exchange(rank: int, size: int, called: bool, failing: int, skip: i
         try:
             for step in range(1, at + (not called)):
                 transport.step = step
-                take(case, rank, optimizer, params, step, 0)
+                take(case, rank, optimizer, params, step)
             transport.step = at
             if called and (dies or failing == 1):
                 if not last_dtype:
@@ -355,17 +326,13 @@ def die_in_an_exchange(rank: int, size: int, called: bool, failing: int, skip: i
             assert optimizer.synchronized == (dies or failing == 1)
             optimizer.synchronize()
             found.append([bits(params), snapshot(optimizer.state_dict()["state"])])
-    return found
+    assert rank == 2 or same(*found)
 
 
-def test_messages_in_flight_are_taken_back_whatever_their_error_and_their_groups_are_dropped() -> None:
+@on_ranks(3)
+def test_messages_in_flight_are_taken_back_whatever_their_error_and_their_groups_are_dropped(rank: int) -> None:
     """overlap=True: a rank dies in backward, and another than a collective's error comes of a message that is half
     there."""
-    for got, wanted in run_ranks(3, die_in_backward)[:2]:
-        assert same(got, wanted)
-
-
-def die_in_backward(rank: int, size: int) -> Any:
     warnings.simplefilter("ignore", UserWarning)
     case, found = Case(A, SHAPES, options=EARLY), []
     for dies in (True, False):
@@ -373,7 +340,7 @@ def die_in_backward(rank: int, size: int) -> Any:
         transport, params = Failing(group(3), failure), case.parameters()
         optimizer = case.build(params, transport)
         for step in range(1, 6):
-            take(case, rank, optimizer, params, step, 0)
+            take(case, rank, optimizer, params, step)
         transport.step = 6
         if dies:
             backward(case, rank, optimizer, params, 6)
@@ -384,7 +351,7 @@ def die_in_backward(rank: int, size: int) -> Any:
         gc.collect()
         assert [each() for each in transport.duplicates] == [None]
         found.append(state_of(optimizer, params))
-    return found
+    assert rank == 2 or same(*found)
 
 
 def test_a_rank_that_is_local_steps_behind_leaves_them_out() -> None:
@@ -399,13 +366,13 @@ def be_late(rank: int, size: int) -> Any:
     case = Case(Z, SHAPES, options={**LOCAL})
     params, optimizer = case.made(group())
     for step in range(1, (11, 9, 9)[rank]):
-        take(case, rank, optimizer, params, step, 0)
+        take(case, rank, optimizer, params, step)
     if rank == 2:
         return None
     onebit.reform(optimizer, group(2))
     assert not optimizer.synchronized
     steps, x = [optimizer.steps], bits(params)
     for step in range(11, 15):
-        take(case, rank, optimizer, params, step, 0)
+        take(case, rank, optimizer, params, step)
     optimizer.synchronize()
     return {"steps": [*steps, optimizer.steps], "skipped": optimizer.skipped_steps, "x": x, "end": bits(params)}

@@ -4,7 +4,7 @@ float64 oracle takes them.
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,12 +16,11 @@ from torch import Tensor
 
 import onebit
 from onebit.collectives.transport.protocol import LocalTransport, Work
-from onebit.report.pay_off import Report
 from tests.faults.striking import Watched
 from tests.onebit.elastic.moves import RATE, Move, Moved, expected, flat, is_direct, moved, own_e, plan
 from tests.onebit.optim.simulation import LambSimulation, Simulation, check, of_senders
 from tests.onebit.optim.zero_one_simulation import ZeroOneSimulation
-from tests.onebit.runs import Case, bits, options_of, run, take
+from tests.onebit.runs import Case, bits, on_ranks, on_warnings, options_of, run, take
 from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
@@ -193,7 +192,8 @@ def check_said(move: Move, now: Sequence[Moved]) -> None:
     said = [line for own in now for line in own.said if "did not come along" in line]
     assert len(said) == bool(lost)
     if lost:
-        assert said[0].startswith(f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} of {len(move.there)} ")
+        ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        assert said[0].startswith(f"WARNING {ranks} of {len(move.there)} ")
 
 
 def check_more_steps(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None:
@@ -225,18 +225,19 @@ def split(move: Move, values: np.ndarray) -> list[np.ndarray]:
 
 def test_ranks_change_again_and_again() -> None:
     """1 to 3, 3 to 2, 2 to 4, and 4 to 1: all ranks have the same parameters at any time."""
-    found = run_ranks(4, change_ranks)
+    found = [ends for ends, _ in run_ranks(4, change_ranks, (1, 3, 2, 4, 1))]
     for row in zip(*found, strict=True):
         there = [each for each in row if each is not None]
         assert len(there) in (1, 2, 3, 4) and len(set(there)) == 1
     assert len({x for x in found[0] if x is not None}) == 5
 
 
-def change_ranks(rank: int, size: int) -> list[bytes | None]:
-    """Parameters after three steps each, as far as this rank takes part."""
+def change_ranks(rank: int, size: int, numbers: Sequence[int]) -> tuple[list[bytes | None], Any]:
+    """Parameters after three steps with each number of ranks, as far as this rank takes part; and at the end the report
+    and the bytes of messages."""
     own, found, step = Case(A, FIVE, options={"freeze_step": 3, "check_every": 2}), [], 0
     params, optimizer = None, None
-    for now in (1, 3, 2, 4, 1):
+    for now in numbers:
         if rank >= now:
             params, optimizer = None, None
             found.append(None)
@@ -250,35 +251,19 @@ def change_ranks(rank: int, size: int) -> list[bytes | None]:
             step += 1
             take(own, rank, optimizer, params, step)
         found.append(bits(params))
-    return found
+    return found, optimizer and (optimizer.report(), optimizer.wire_bytes)
 
 
 def test_the_report_counts_who_left_and_came_and_all_that_was_sent() -> None:
-    first, second, last = run_ranks(3, reported)
-    assert [(each.left, each.came) for each in (first, second, last)] == [(1, 1), (1, 1), (0, 1)]
+    """Three ranks, then two, then three again."""
+    found = [report for _, report in run_ranks(3, change_ranks, (3, 2, 3))]
+    for rank, (report, nbytes) in enumerate(found):
+        assert (report.left, report.came) == (rank < 2, 1)
+        in_stage_1 = 0 if rank == 2 else 3 * 4 * sum(map(math.prod, FIVE)) * 2 * 2 / 3  # a step's ring of three ranks
+        assert report.sent == pytest.approx(nbytes + in_stage_1)
+    first, _ = found[0]
     assert first.reforming > 0 and "1 left, 1 came, in 0." in str(first)
     assert first.numbers()["onebit/ranks_left"] == 1
-
-
-def reported(rank: int, size: int) -> Report:
-    """Three ranks, then two, then three again."""
-    own = Case(A, FIVE, options={"freeze_step": 3})
-    optimizer = None
-    for ranks, steps in ((3, range(1, 6)), (2, range(6, 9)), (3, range(9, 12))):
-        if rank >= ranks:
-            optimizer = None
-            continue
-        if optimizer is None:
-            params, optimizer = own.made(group(ranks))
-        if steps[0] > 1:
-            onebit.reform(optimizer, group(ranks))
-        for step in steps:
-            take(own, rank, optimizer, params, step)
-    assert optimizer is not None
-    found, elements = optimizer.report(), sum(p.numel() for p in params)
-    in_stage_1 = 0 if rank == 2 else 3 * 4 * elements * 2 * 2 / 3  # a step's ring of three ranks
-    assert found.sent == pytest.approx(optimizer.wire_bytes + in_stage_1)
-    return found
 
 
 class Counting(Watched):
@@ -296,12 +281,9 @@ class Counting(Watched):
 
 
 @pytest.mark.parametrize("in_good_order", [False, True])
-def test_ranks_that_stay_send_no_state(in_good_order: bool) -> None:
+@on_ranks(3)
+def test_ranks_that_stay_send_no_state(rank: int, in_good_order: bool) -> None:
     """To anyone, where nobody joins; all that ranks compare has some kilobytes."""
-    assert max(run_ranks(3, count_sent, in_good_order)[:2]) < 8000
-
-
-def count_sent(rank: int, size: int, in_good_order: bool) -> int:
     own = Case(A, ((40000,),), options={"freeze_step": 3})
     params, optimizer = own.made(group(3))
     for step in range(1, 7):
@@ -309,10 +291,11 @@ def count_sent(rank: int, size: int, in_good_order: bool) -> int:
     ranks = Counting(group(2)) if rank < 2 else None
     if ranks or in_good_order:
         onebit.reform(optimizer, ranks, leaving=[2] if in_good_order else [])
-    return ranks.sent if ranks else 0
+    assert ranks is None or ranks.sent < 8000
 
 
-def clipped_one_further(rank: int, size: int) -> list[float]:
+@on_ranks(3)
+def test_all_go_on_with_what_the_first_rank_knows_of_norms(rank: int) -> list[float]:
     """Rank 1 has clipped the gradients of a step in which a rank died; rank 2 joins."""
     clipped = case(A).but(clip=0.5)
     params, optimizer = clipped.made(group(2) if rank < 2 else LocalTransport())
@@ -323,49 +306,35 @@ def clipped_one_further(rank: int, size: int) -> list[float]:
     before = optimizer.current.mean_norm.numbers.tolist()
     take(clipped, rank, optimizer, params, 6)
     assert optimizer.current.mean_norm.numbers.tolist() != before
+    of_other_ranks, local, steps, share = before
+    assert of_other_ranks == 0 and local > 0 and steps == 2 and 0 < share < 1
     return before
 
 
-def test_all_go_on_with_what_the_first_rank_knows_of_norms() -> None:
-    found = run_ranks(3, clipped_one_further)
-    assert found[0] == found[1] == found[2]
-    of_other_ranks, local, steps, share = found[0]
-    assert of_other_ranks == 0 and local > 0 and steps == 2 and 0 < share < 1
-
-
-def test_a_rank_joins_where_overlap_was_turned_off() -> None:
-    assert len(set(run_ranks(3, join_without_overlap))) == 1
-
-
-def join_without_overlap(rank: int, size: int) -> bytes:
+@on_ranks(3)
+def test_a_rank_joins_where_overlap_was_turned_off(rank: int) -> bytes:
     own = case(A, overlap=True)
     params, optimizer = own.made(group(2) if rank < 2 else LocalTransport())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with on_warnings() as said:
         run(own.but(clip=0.5), rank, optimizer, params, 1, 5 if rank < 2 else 0)
-    assert any("overlap is off" in str(each.message) for each in said) == (rank < 2)
+    assert any("overlap is off" in each for each in said) == (rank < 2)
     onebit.reform(optimizer, group(3))
     assert not optimizer.overlap.wanted  # else it would make groups, and the others would not
     run(own, rank, optimizer, params, 6, 8)
     return bits(params)
 
 
-def test_a_rank_joins_after_skipped_steps() -> None:
+@on_ranks(3)
+def test_a_rank_joins_after_skipped_steps(rank: int) -> None:
     """All count anew, and look for the one to blame in the same step."""
-    assert run_ranks(3, join_after_skipped_steps) == [1, 0, 0]
-
-
-def join_after_skipped_steps(rank: int, size: int) -> int:
-    """How often a rank says that three steps in a row were skipped."""
     own = case(A).but(bad=tuple((step, 0, float("nan")) for step in range(6, 12)))
     params, optimizer = own.made(group(2) if rank < 2 else LocalTransport())
     run(own, rank, optimizer, params, 1, 7 if rank < 2 else 0)
     onebit.reform(optimizer, group(3))
     assert optimizer.current.stages.skipped_in_a_row == 0
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with on_warnings() as said:
         run(own, rank, optimizer, params, 8, 12)
-    return sum("3 steps in a row were skipped" in str(each.message) for each in said)
+    assert sum("3 steps in a row were skipped" in each for each in said) == (rank == 0)
 
 
 @pytest.mark.parametrize("kind", [A, L, Z])

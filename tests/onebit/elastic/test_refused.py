@@ -18,11 +18,12 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.faults.striking import SCATTER
 from tests.onebit.elastic.failing import Failing, Failure
-from tests.onebit.runs import Case, assert_message, bits, nodes_of, refused, run, snapshot, take, unchanged
+from tests.onebit.runs import Case, assert_message, bits, nodes_of, on_ranks, refused, run, snapshot, take, unchanged
 from tests.ranks import group, run_ranks
 
 CASE = Case(options={"freeze_step": 3}, groups=({}, {"lr": 3e-3}))
 Made = tuple[Any, list[nn.Parameter]]
+ALONE = LocalTransport()
 
 
 def trained(case: Case, rank: int, steps: int, of: Any) -> Made:
@@ -39,28 +40,15 @@ def ranks_at_other_steps(rank: int) -> Made:
     return optimizer, params
 
 
-def joining(rank: int, case: Case) -> Made:
-    """Two ranks train; others join with this case."""
-    return trained(CASE, rank, 5, group(2)) if rank < 2 else trained(case, rank, 0, LocalTransport())
-
-
-def another_model(rank: int) -> Made:
-    return joining(rank, CASE.but(shapes=((3,), (4,))))
-
-
-def other_groups(rank: int) -> Made:
-    return joining(rank, CASE.but(groups=({},)))
+def joins(**changes: Any) -> Callable[[int], Made]:
+    """Two ranks train; others join with another case."""
+    return lambda rank: trained(CASE, rank, 5, group(2)) if rank < 2 else trained(CASE.but(**changes), rank, 0, ALONE)
 
 
 def another_compress(rank: int) -> Made:
     """In stage 1: in stage 2 the state would tell."""
-    case, ranks = CASE.but(options={"freeze_step": 30}), group(2) if rank < 2 else LocalTransport()
+    case, ranks = CASE.but(options={"freeze_step": 30}), group(2) if rank < 2 else ALONE
     return trained(case.but(groups=({}, {"lr": 3e-3, "compress": rank < 2})), rank, 5 * (rank < 2), ranks)
-
-
-def another_mask(rank: int) -> Made:
-    mask = torch.arange(63).view(7, 9) > 8
-    return joining(rank, CASE.but(groups=({"mask": [mask, None]}, {"lr": 3e-3})))
 
 
 def another_memory_order(rank: int) -> Made:
@@ -68,12 +56,7 @@ def another_memory_order(rank: int) -> Made:
         return trained(CASE, rank, 5, group(2))
     params = CASE.parameters()
     params[0].data = params[0].data.t().contiguous().t()
-    return CASE.build(params, LocalTransport()), params
-
-
-def a_node_of_the_ranks_before(rank: int) -> Made:
-    ranks = transport_for(group(4))
-    return trained(CASE.but(each=2), rank, 4, ranks)
+    return CASE.build(params, ALONE), params
 
 
 def nothing_is_kept(rank: int) -> Made:
@@ -85,30 +68,28 @@ def nothing_is_kept(rank: int) -> Made:
     return optimizer, params
 
 
-def two_of_the_same_place(rank: int) -> Made:
-    return trained(CASE, 0, 5, LocalTransport())
+def on_nodes(rank: int) -> Made:
+    return trained(CASE.but(each=2), rank, 4, transport_for(group(4)))
 
 
+ANOTHER, MASK = joins(shapes=((3,), (4,))), torch.arange(63).view(7, 9) > 8
 REFUSED: dict[str, tuple[Callable[[int], Made], int, int, tuple[str, ...]]] = {  # made, ranks, ranks a node, words
     "other steps": (ranks_at_other_steps, 2, 1, ("rank 0 has taken or skipped 5 steps, and rank 1 7",)),
-    "another model": (another_model, 3, 1, ("rank 2 has checksum of shapes and dtypes",)),
-    "another model, on a node": (another_model, 4, 2, ("ranks do not agree", "has checksum of shapes and dtypes")),
-    "other groups": (other_groups, 3, 1, ("rank 2 has param groups of so many parameters '[4]'",)),
+    "another model": (ANOTHER, 3, 1, ("rank 2 has checksum of shapes and dtypes",)),
+    "another model, on a node": (ANOTHER, 4, 2, ("ranks do not agree", "has checksum of shapes and dtypes")),
+    "other groups": (joins(groups=({},)), 3, 1, ("rank 2 has param groups of so many parameters '[4]'",)),
     "another compress": (another_compress, 3, 1, ("rank 2 has compress '[True, False]'",)),
-    "another mask": (another_mask, 3, 1, ("rank 2 has checksum of masks",)),
+    "another mask": (joins(groups=({"mask": [MASK, None]}, {})), 3, 1, ("rank 2 has checksum of masks",)),
     "another memory order": (another_memory_order, 3, 1, ("rank 2 has checksum of memory orders",)),
-    "a node of ranks before": (a_node_of_the_ranks_before, 4, 1, ("node", "give a Topology")),
+    "a node of ranks before": (on_nodes, 4, 1, ("node", "give a Topology")),
     "nothing is kept": (nothing_is_kept, 2, 1, ("rank 0 has kept nothing", "elastic=True")),
-    "a rank alone twice": (two_of_the_same_place, 2, 1, ("do not belong to one run",)),
+    "a rank alone twice": (lambda rank: trained(CASE, 0, 5, ALONE), 2, 1, ("do not belong to one run",)),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_reform_that_does_not_fit_changes_nothing(name: str) -> None:
-    run_ranks(REFUSED[name][1], refuse, name)
-
-
-def refuse(rank: int, size: int, name: str) -> None:
+@pytest.mark.parametrize(("name", "size"), [(name, row[1]) for name, row in REFUSED.items()], ids=REFUSED)
+@on_ranks()
+def test_a_reform_that_does_not_fit_changes_nothing(rank: int, size: int, name: str) -> None:
     warnings.simplefilter("ignore", UserWarning)
     made, _, each, words = REFUSED[name]
     optimizer, params = made(rank)
@@ -157,22 +138,16 @@ def room(optimizer: Any, params: Any) -> Iterator[None]:
 
 
 @contextmanager
-def parameters_of_the_last_sync(optimizer: Any, params: Any) -> Iterator[None]:
-    with optimizer.at_last_sync():
-        yield
-
-
-@contextmanager
 def another_shape(optimizer: Any, params: Any) -> Iterator[None]:
     params[0].data = params[0].data.view(-1)
     yield
     params[0].data = params[0].data.view(CASE.shapes[0])
 
 
-ALONE = {  # what is wrong on rank 1, ranks and ranks a node of the new group, the error, and its words
+WRONG_ON_ONE = {  # what is wrong on rank 1, ranks and ranks a node of the new group, the error, and its words
     "optimizer.state was changed": (another_state, 2, 1, ValueError, "rank 1: the state of parameter"),
     "make_room, and no load": (room, 3, 1, ValueError, "rank 1: a step after make_room"),
-    "at_last_sync": (parameters_of_the_last_sync, 3, 1, ValueError, "rank 1: reform within at_last_sync"),
+    "at_last_sync": (lambda own, _: own.at_last_sync(), 3, 1, ValueError, "rank 1: reform within at_last_sync"),
     "another shape": (another_shape, 3, 1, ValueError, "rank 1 has checksum of shapes"),
     "JSON can't hold": (another_value, 3, 1, ValueError, "rank 1: 'name' of param group 0 is a NotCopied"),
     "no copy": (another_value, 2, 1, RuntimeError, "rank 1: a lock can't be copied"),
@@ -181,16 +156,11 @@ ALONE = {  # what is wrong on rank 1, ranks and ranks a node of the new group, t
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(name: str) -> None:
-    """Then the same reform does what it does without the error."""
-    found = run_ranks(ALONE[name][1], reform_twice, name)
-    assert found[0] == found[1]
-
-
-def reform_twice(rank: int, size: int, name: str) -> bytes:
-    """Two ranks train; others join."""
-    wrong, _, each, kind, words = ALONE[name]
+@pytest.mark.parametrize(("name", "size"), [(name, row[1]) for name, row in WRONG_ON_ONE.items()], ids=WRONG_ON_ONE)
+@on_ranks()
+def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(rank: int, size: int, name: str) -> bytes:
+    """Two ranks train; others join. Then the same reform does what it does without the error."""
+    wrong, _, each, kind, words = WRONG_ON_ONE[name]
     ends = []
     for fails in (True, False):
         optimizer, params = trained(CASE, rank, 5 * (rank < 2), group(2 if rank < 2 else size))
@@ -257,7 +227,7 @@ def leave_at_once(rank: int, size: int) -> bytes:
 
 def test_an_error_while_parameters_of_the_last_sync_are_put_in_puts_the_others_back() -> None:
     local = {"var_update_scaler": 3, "var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4}
-    optimizer, params = trained(Case("ZeroOneAdam", options=local), 0, 9, LocalTransport())
+    optimizer, params = trained(Case("ZeroOneAdam", options=local), 0, 9, ALONE)
     x, clone, copied = bits(params), torch.Tensor.clone, []
 
     def fails_at_last(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,13 +244,8 @@ def test_an_error_while_parameters_of_the_last_sync_are_put_in_puts_the_others_b
     assert bits(params) == x
 
 
-def test_what_is_no_optimizer_of_onebit_is_refused() -> None:
-    with pytest.raises(TypeError, match="reform needs an optimizer of onebit"):
-        onebit.reform(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0), None)
-
-
 def test_nobody_leaves_whom_the_group_does_not_have() -> None:
-    optimizer, _ = trained(CASE, 0, 4, LocalTransport())
+    optimizer, _ = trained(CASE, 0, 4, ALONE)
     for leaving in ([1], [0]):
         with pytest.raises(ValueError, match="one stays at least"):
-            onebit.reform(optimizer, LocalTransport(), leaving=leaving)
+            onebit.reform(optimizer, ALONE, leaving=leaving)

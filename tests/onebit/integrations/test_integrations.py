@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ import onebit
 from onebit.integrations.whole_state import WholeState, warn_of_total
 from tests.checkpoints import Run
 from tests.collectives.work import logged
-from tests.onebit.runs import Case, bits, build, on_ranks, same
+from tests.onebit.runs import Case, bits, build, on_ranks, on_warnings, same
 from tests.ranks import group, run_ranks
 
 FREEZE, SAVED, INTERRUPTED, LAST = 4, 6, 7, 10
@@ -57,8 +55,7 @@ def loaded_once(rank: int, size: int, folder: Path, freeze_step: int) -> None:
 
     again = Run(case, 2, rank, group())
     state = WholeState(again.model, again.optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with on_warnings("error"):
         state.expect(folder / "onebit")
         again.optimizer.load_state_dict(of_rank_0)
     assert same(again.all()[1], at_6)
@@ -141,14 +138,7 @@ def optimizer_and_schedule(model: nn.Module, steps: int = LAST) -> tuple[onebit.
     return optimizer, LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
 
 
-@contextmanager
-def warned(action: str = "always") -> Iterator[list[str]]:
-    """Texts of warnings; with "error" that residuals are missed is one."""
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings(action, message="the state does not hold the residuals" if action == "error" else "")
-        yield texts
-    texts += [str(each.message) for each in caught]
+MISSED = {"action": "error", "message": "the state does not hold the residuals"}
 
 
 def on_rank_0(rank: int, change: Callable[..., None], *args: Any) -> None:
@@ -208,7 +198,7 @@ def accelerate(rank: int, folder: str) -> bytes:
     undisturbed.on(SAVED)
     assert undisturbed.optimizer.optimizer.compressing
     undisturbed.accelerator.save_state(folder)
-    with warned("error"):
+    with on_warnings(**MISSED):
         resumed, again = ByHand(rank).load(folder), ByHand(rank)
         again.on(INTERRUPTED)
         end = again.load(folder).end()
@@ -219,7 +209,7 @@ def accelerate(rank: int, folder: str) -> bytes:
     onebit.load(f"{folder}/own", model, optimizer)
     assert again.end() == end
     on_rank_0(rank, shutil.rmtree, f"{folder}/onebit")
-    with warned() as texts:
+    with on_warnings() as texts:
         without = ByHand(rank).load(folder)
     with pytest.raises(TypeError, match="prepare both first"):
         again.attach(again.accelerator, model, optimizer.optimizer)
@@ -285,7 +275,7 @@ def warns_of_clipping() -> list[bool]:
     trainer, found = Trainer(accelerator="cpu", gradient_clip_val=1.0, max_steps=LAST, logger=False, barebones=True), []
     trainer.strategy.optimizers = [build("ZeroOneAdam")]
     for module in (LightningModule(), Clipping()):
-        with warned() as texts, mock.patch.object(lightning, "attach_if_distributed"):
+        with on_warnings() as texts, mock.patch.object(lightning, "attach_if_distributed"):
             lightning.OneBitCallback().on_fit_start(trainer, module)
         found.append(any("that rank's norm" in text for text in texts))
     return found
@@ -299,10 +289,10 @@ def lightning(rank: int, folder: str) -> bytes:
     with pytest.raises(Interrupted):
         by_lightning(f"{folder}/interrupted", stops=True)
     saved, alone = f"{folder}/interrupted/step={SAVED}.ckpt", f"{folder}/alone.ckpt"
-    with warned("error"):
+    with on_warnings(**MISSED):
         resumed, _ = by_lightning(f"{folder}/resumed", saved)
     on_rank_0(rank, without_residuals, saved, alone)
-    with warned() as texts:
+    with on_warnings() as texts:
         without, _ = by_lightning(f"{folder}/without", alone)
     ends = [bits(module.parameters()) for module in (undisturbed, resumed, without)]
     return checked(rank, *ends, texts, said)
@@ -339,12 +329,12 @@ def transformers(rank: int, folder: str) -> bytes:
     assert len(norms) == LAST and min(norms) > 0.1 and everywhere[0] == everywhere[1]  # clipped by one norm
     with pytest.raises(Interrupted):
         trainer_of(f"{folder}/interrupted", stops=True).train()
-    with warned("error"):
+    with on_warnings(**MISSED):
         resumed = trainer_of(f"{folder}/interrupted")
         resumed.train(resume_from_checkpoint=True)
     on_rank_0(rank, shutil.rmtree, f"{saved}/onebit")
     without = trainer_of(f"{folder}/without")
-    with warned() as texts:
+    with on_warnings() as texts:
         without.train(resume_from_checkpoint=saved)
     ends = [bits(trainer.model.parameters()) for trainer in (undisturbed, resumed, without)]
     return checked(rank, *ends, texts, said)
@@ -375,7 +365,6 @@ def test_a_run_goes_on_bit_for_bit_from_the_loops_checkpoint(
 )
 def test_a_run_that_ends_before_stage_2_is_warned_of(kind, freeze_step, warns):
     optimizer = build(kind, freeze_step=freeze_step)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings() as texts:
         warn_of_total(optimizer, 50)
-    assert ["this run has 50 steps" in str(each.message) for each in caught] == [True] * warns
+    assert ["this run has 50 steps" in text for text in texts] == [True] * warns

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import nn
 from onebit.optim.param_groups import is_compressed
 from onebit.optim.steps import kind_of_step
 from tests.onebit.optim.simulation import group_or_none
-from tests.onebit.runs import Case, arrays, bits, clip_as_asked, run, same, snapshot, take, unchanged
+from tests.onebit.runs import Case, arrays, bits, clip_as_asked, on_warnings, run, same, snapshot, take, unchanged
 from tests.oracle.mean_norm import MeanNorm
 
 
@@ -74,8 +73,7 @@ def skips(rank: int, size: int, case: Case, tries: tuple[tuple[int, int, float],
 def resumes(rank: int, size: int, case: Case, stops: tuple[int, ...], states: bool = True) -> bytes:
     """From what was written to a file after each of these steps: the same states at once, and the same run to its end.
     Skipped steps (`case.bad`) are part of it. states: whether states are compared; a load clears what a mask holds."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "elements without a variance")
+    with on_warnings("ignore", message="elements without a variance"):
         (params, optimizer), files = started(case, 0, rank, size), {}
         for step in range(1, case.steps + 1):
             take(case, rank, optimizer, params, step)
@@ -96,21 +94,6 @@ def resumes(rank: int, size: int, case: Case, stops: tuple[int, ...], states: bo
             if states and other.synchronized:
                 assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict())), f"after step {stop}"
         return bits(params)
-
-
-def overlaps(rank: int, size: int, case: Case) -> tuple[bytes, list[int]]:
-    """Messages that leave while backward computes change no bit. Also the steps whose messages did."""
-    found, early = [], []
-    for overlap in (False, True):
-        params, optimizer = started(options(case, overlap=overlap), 0, rank, size)
-        for step in range(1, case.steps + 1):
-            backward(case, rank, optimizer, params, step)
-            early += [step] * optimizer.overlap.in_flight
-            optimizer.step()
-        found.append((bits(params), snapshot(optimizer.state_dict()) if optimizer.synchronized else None))
-    assert found[0][0] == found[1][0], "overlap has changed bits"
-    assert found[0][1] is None or unchanged(found[0][1], found[1][1])
-    return found[0][0], early
 
 
 def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:

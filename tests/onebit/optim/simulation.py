@@ -7,7 +7,6 @@ within rounding of 0) changes nothing that is compared later.
 
 import copy
 import functools
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import nn
 
 from tests import oracle
 from tests.collectives import steps
-from tests.collectives.steps import HALF_PLACE, ROUNDING, any_flipped, whole_scale
-from tests.onebit.runs import Case, arrays, bits, take
+from tests.collectives.steps import HALF_PLACE, ROUNDING, whole_scale
+from tests.onebit.runs import Case, arrays, bits, on_warnings, take
 from tests.ranks import group, run_ranks
 from tests.wire import values_of
 
@@ -71,7 +70,8 @@ def on_ranks(size, work, *args):
 
 
 def group_or_none(size):
-    return group() if size > 1 else None
+    """Of the ranks that work, also of one alone; None in this process."""
+    return group() if size > 1 or torch.distributed.is_initialized() else None
 
 
 def hypers(case):
@@ -120,8 +120,7 @@ class After:
 def record_run(rank, size, case, extra_syncs=()):
     """extra_syncs: steps after which ranks synchronise, whatever the schedule says."""
     params, found = case.parameters(), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # other tests are of these
+    with on_warnings("ignore", UserWarning):  # other tests are of these
         optimizer = case.build(params, group_or_none(size))
         for step in range(1, case.steps + 1):
             coming = getattr(optimizer, "schedule", None)
@@ -299,21 +298,9 @@ class Simulation:
 
     def check_exchange(self, now, sizes, server):
         """Messages and residuals, of which sizes and server are those before. Whether all of it could be compared."""
-        reduce, first, flipped = self.all_reduce, now[0], False
-        for rank, (own, messages) in enumerate(zip(now, reduce.gathered, strict=True)):
-            size, what = sizes[rank] + whole_scale(messages), f"what rank {rank} has left out in step {first.step}"
-            flipped |= any_flipped(own.e, reduce.worker[rank], messages, size, self.live, what)
-        if flipped:  # the flipped sign is in this step's average
-            return False
-        m, what = self.gamma * self.layout.flatten(self.m), f"the momentum of step {first.step}"
-        size = (sum(sizes) + sum(map(whole_scale, reduce.gathered))) / self.ranks + server
-        if reduce.direct:
-            off = np.where(self.live, np.abs(first.m - m), 0.0)
-            assert np.all(off <= ROUNDING * size), what
-            return True
-        size, left_out = size + whole_scale(reduce.scattered), f"what the servers have left out in step {first.step}"
-        flipped = any_flipped(first.E, reduce.server, reduce.scattered, size, self.live, left_out)
-        return not any_flipped(first.m, m, reduce.scattered, size, self.live, what) | flipped
+        first, found = now[0], steps.Exchanged([own.e for own in now], now[0].E, now[0].m)
+        m, size = self.gamma * self.layout.flatten(self.m), sum(sizes) / self.ranks + server
+        return bool(found.check(self.all_reduce, m, sizes, size, self.live, first.step))
 
     def check_moved(self, now):
         """x - lr (m d + wd x) with the m that was received, whose terms may cancel: N roundings of what is added."""

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import onebit
 from tests.checkpoints import Run
 from tests.onebit.optim.contract import give, options
-from tests.onebit.runs import OPTIMIZERS, Case, bits, build, same, snapshot, take
+from tests.onebit.runs import OPTIMIZERS, Case, bits, build, snapshot, take
 
 CASES = [Case(options={"freeze_step": 50}), *(Case(kind, options={"freeze_step": 2}) for kind in OPTIMIZERS)]
 both = pytest.mark.parametrize(
@@ -99,21 +99,6 @@ def test_step_hooks_run_in_torchs_order_and_may_change_gradients_and_arguments(c
     other.optimizer.step()
     both_on(one, other, START + 2, START + 2)
     assert len(called) == 4
-
-
-@both
-def test_gradients_on_or_off_around_a_step_change_nothing(case: Case) -> None:
-    ends = set()
-    for mode in (torch.no_grad, torch.enable_grad):
-        trained = started(case)
-        with mode():
-            trained.on(START + 1, START + 2)
-            trained.optimizer.load_state_dict(snapshot(trained.optimizer.state_dict()))
-            trained.on(START + 3, START + 4)
-            assert torch.is_grad_enabled() == (mode is torch.enable_grad)
-        assert all(p.requires_grad and p.is_leaf for p in trained.params)
-        ends.add(bits(trained.params))
-    assert len(ends) == 1
 
 
 @both
@@ -275,19 +260,3 @@ def test_what_an_optimizer_shows_of_itself_and_that_it_is_not_copied() -> None:
     for what in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"can't be copied or pickled.*state_dict"):
             what(optimizer)
-
-
-# States
-
-
-@both
-def test_a_state_has_torchs_shape_and_travels_by_a_file(case: Case) -> None:
-    trained = started(case.but(groups=GROUPS))
-    state, theirs = trained.optimizer.state_dict(), torch.optim.AdamW(trained.params).state_dict()
-    assert list(state) == list(theirs)
-    assert [g["params"] for g in state["param_groups"]] == [[0, 1], [2, 3]]
-    assert list(state["state"]) == [0, 1, 2, 3]
-    again = loaded(trained.case, through_a_file(state), trained.params)
-    assert same(again.all(), trained.all())
-    again.optimizer.param_groups[0]["lr"] = 1.0
-    assert trained.optimizer.param_groups[0]["lr"] == 1e-2

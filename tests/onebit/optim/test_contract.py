@@ -1,5 +1,5 @@
 """What holds for every optimizer, each with every way of sending, in a list of cases that covers them: steps that are
-skipped, runs that are resumed, messages that leave early, gradients that are clipped or scaled."""
+skipped, runs that are resumed, gradients that are clipped or scaled. test_overlap.py has messages that leave early."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.onebit.optim.contract import clips, options, overlaps, resumes, scales, skips
-from tests.onebit.optim.simulation import LAMB, on_ranks
-from tests.onebit.runs import Case
+from tests.onebit.optim.contract import clips, options, resumes, scales, skips
+from tests.onebit.optim.simulation import LAMB
+from tests.onebit.runs import OPTIMIZERS, Case, on_ranks
+from tests.ranks import run_ranks
 
 # With one chunk small messages carry what was found of their gradients, with several all ranks are asked before.
 ADAM = Case(steps=9, options={"freeze_step": 3, "weight_decay": 0.1})
@@ -21,16 +22,10 @@ SPACED = options(ZERO_ONE.but(shapes=ADAM.shapes, groups=APART.groups), weight_d
 NAN, INF = math.nan, math.inf
 
 
-def on(size: int, work: Any, *args: Any) -> Any:
-    """What all ranks have found, the same."""
-    found = on_ranks(size, work, *args)
-    assert all(own == found[0] for own in found)
-    return found[0]
-
-
 # A bad gradient on one rank: in stage 1, its last step, the first of stage 2, the second, later
 
 TRIES = ((2, 0, NAN), (3, 1, INF), (4, 1, -INF), (5, 0, 2.0**43), (7, 1, NAN))
+OF_NODES = (*TRIES, (8, 2, INF))
 IN_FULL = ((2, 0, NAN), (4, 1, INF), (5, 1, NAN), (6, 0, -INF), (12, 1, NAN))  # 0/1 Adam: 1 to 3, 5, 7 and 11 are full
 SKIPS = {
     "Adam": (3, ADAM, TRIES),
@@ -48,13 +43,14 @@ SKIPS = {
     "of LAMB's, direct": (2, options(APART.but(kind="OneBitLamb"), reply="direct"), TRIES),
     "of 1-bit LAMB's compressed, beside it": (2, APART.but(kind="OneBitLamb", groups=APART.groups[::-1]), TRIES),
     "of 0/1 Adam's": (2, SPACED, IN_FULL),
+    **{f"{kind} of nodes": (4, options(ADAM.but(kind=kind, each=2), chunks=2), OF_NODES) for kind in OPTIMIZERS},
 }
 
 
-@pytest.mark.parametrize("name", SKIPS)
-def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere(name: str) -> None:
-    size, case, tries = SKIPS[name]
-    on(size, skips, case, tries)
+@pytest.mark.parametrize(("size", "case", "tries"), SKIPS.values(), ids=SKIPS)
+@on_ranks()
+def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere(rank: int, size: int, case: Case, tries: Any) -> bytes:
+    return skips(rank, size, case, tries)
 
 
 # Resumed: in stage 1, at its end, after the first compressed step, later, at the end. 1-bit Adam: test_resume.py
@@ -83,50 +79,33 @@ RESUMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RESUMES)
-def test_a_resumed_run_is_the_same(name: str) -> None:
-    size, case, stops = RESUMES[name]
-    on(size, resumes, case, stops)
-
-
-# Messages that leave in backward
-
-ONE_BIT = [4, 6, 8, 9, 10, 12, 13]  # of 0/1 Adam's steps
-OVERLAPS = {
-    "0/1 Adam": (2, ZERO_ONE, ONE_BIT),
-    "0/1 Adam of nodes": (4, ZERO_ONE.but(each=2), ONE_BIT),
-    "local steps": (2, options(ZERO_ONE.but(steps=16), **LOCAL), [4, 6, 7, 8]),
-    "local steps of nodes": (4, options(ZERO_ONE.but(steps=16, each=2), **LOCAL), [4, 6, 7, 8]),
-    "some not compressed": (2, APART, [4, 5, 6, 7, 8, 9]),
-    "some of LAMB's, of nodes": (4, APART.but(kind="OneBitLamb", each=2), [4, 5, 6, 7, 8, 9]),
-    "some of 0/1 Adam's": (2, SPACED, ONE_BIT),
-}
-
-
-@pytest.mark.parametrize("name", OVERLAPS)
-def test_messages_that_leave_in_backward_change_no_bit(name: str) -> None:
-    """Hooks are set in the first compressed step, whose own messages leave later, as those of one after a full step."""
-    size, case, compressed = OVERLAPS[name]
-    _, early = on(size, overlaps, options(case, chunks=2))
-    assert set(early) <= set(compressed) and early
+@pytest.mark.parametrize(("size", "case", "stops"), RESUMES.values(), ids=RESUMES)
+@on_ranks()
+def test_a_resumed_run_is_the_same(rank: int, size: int, case: Case, stops: tuple[int, ...]) -> bytes:
+    return resumes(rank, size, case, stops)
 
 
 # Clipped
 
+LARGER = ((8, 8, 2.5), (11, 11, 100.0))
 CLIPS = {
     "Adam": (2, ADAM.but(steps=18), 3.0),
     "Adam, a norm that is never reached": (2, ADAM.but(steps=6), 1e6),
     "LAMB": (2, ADAM.but(kind="OneBitLamb", steps=6), 3.0),
+    "Adam, a large gradient in stage 1": (2, ADAM.but(grown=((2, 2, 100.0),)), 3.0),
+    "Adam, some larger ones, and one that noise does not explain": (2, ADAM.but(steps=14, grown=LARGER), 3.0),
     "0/1 Adam": (3, ZERO_ONE.but(steps=30), 3.0),
+    "0/1 Adam, larger gradients": (3, ZERO_ONE.but(steps=30, grown=((2, 2, 9.0), *LARGER, (16, 16, 50.0))), 3.0),
     "some not compressed": (2, APART, 1.0),
     "some not compressed, of nodes": (4, APART.but(each=2), 1.0),
     "some of 0/1 Adam's": (2, SPACED.but(steps=6), 1.0),
 }
 
 
-@pytest.mark.parametrize("name", CLIPS)
-def test_gradients_are_clipped_by_the_norm_of_all(name: str) -> None:
-    on(CLIPS[name][0], clips, *CLIPS[name][1:])
+@pytest.mark.parametrize(("size", "case", "max_norm"), CLIPS.values(), ids=CLIPS)
+@on_ranks()
+def test_gradients_are_clipped_by_the_norm_of_all(rank: int, size: int, case: Case, max_norm: float) -> bytes:
+    return clips(rank, size, case, max_norm)
 
 
 # Scaled by a GradScaler: in step 3 and 8, in stage 1 and 2, a rank has infinite gradients
@@ -148,7 +127,7 @@ SCALES = {  # the case, whether gradients are unscaled before the step, and the 
 def test_scaled_gradients_train_as_others_and_ranks_back_off_together(name: str) -> None:
     """But for a local step, which a rank leaves out by itself."""
     case, unscale, alone = SCALES[name]
-    found = on_ranks(2, scales, case, unscale)
+    found = run_ranks(2, scales, case, unscale)
     for rank, (end, seen) in enumerate(found):
         skipped = {step for step, who, _ in case.bad if alone is None or who == rank}
         assert end == found[0][0] and seen == scales_after(skipped, case.steps)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,9 @@ import torch
 from torch import nn
 
 import onebit
-from onebit.kernels.data.limit import LANES
-from onebit.optim.limit import LEAST, USUAL
+from onebit.optim.limit import USUAL
 from onebit.report.skips import SHORTENED_FOR
+from tests.onebit.runs import on_warnings, step_by
 
 LOCAL = {"var_freeze_step": 60, "local_step_scaler": 20, "local_step_clipper": 8}
 RUNS = {
@@ -66,52 +64,6 @@ def test_gradients_that_grow_lose_no_run(name: str, event: str) -> None:
         assert found < trained("LAMB" if "LAMB" in name else "AdamW", EVENTS[event]) + 0.05
 
 
-def test_a_step_is_twice_as_long_as_usual_at_most() -> None:
-    """And 1/4 long, in units of the rate, in any case: gradients of the second parameter cancel each other. Usual is
-    what the first step by m had, and less where one after an update of the variance had less; not one that was skipped.
-    """
-    params = [nn.Parameter(torch.zeros(9, 9)), nn.Parameter(torch.zeros(50))]
-    optimizer = onebit.ZeroOneAdam(params, lr=1.0, var_update_scaler=2, var_freeze_step=40, block_size=32)
-    source, usual, sizes, last = torch.Generator().manual_seed(0), [], [], "full"
-    for turn in range(1, 51):
-        kind, before = optimizer.schedule.kind, [p.detach().clone() for p in params]
-        skipped = turn == 6  # a step by m, after one in full precision
-        for p, own in zip(params, (1.0, 100.0), strict=True):
-            p.grad = (torch.randn(p.shape, generator=source) + (own - 1) * (-1) ** turn) * (1e4 if turn >= 45 else 1.0)
-            p.grad[0] *= float("nan") if skipped else 1.0
-        optimizer.step()
-        (part,) = optimizer.current.parts
-        sizes.append([float((p - x).square().mean().sqrt()) for p, x in zip(params, before, strict=True)])
-        if kind == "full":
-            assert USUAL.name not in part.state or (part.state[USUAL.name] < 0).all()
-        elif skipped:
-            assert last == "full" and (part.state[USUAL.name] < 0).all()
-        else:
-            usual.append(part.state[USUAL.name].tolist())
-            assert min(usual[-1]) > 0
-        last = kind
-    for of_one in zip(*usual, strict=True):
-        assert sorted(of_one, reverse=True) == list(of_one) and of_one[-6] == of_one[-1]
-    assert usual[0][0] > usual[-1][0]
-    assert 2 * usual[-1][1] < LEAST < 2 * usual[-1][0]
-    for found in sizes[45:]:
-        np.testing.assert_allclose(found, [max(LEAST, 2 * r) for r in usual[-1]], rtol=1e-4)
-
-
-def test_a_step_of_lamb_is_trusted_up_to_four_times_what_is_usual() -> None:
-    """And cut to one and a half times where it is longer. By gradients that are the same but for their size."""
-    p, source = nn.Parameter(torch.ones(60)), torch.Generator().manual_seed(0)
-    optimizer = onebit.OneBitLamb(
-        [p], lr=1e-3, betas=(0.0, 0.999), weight_decay=0.0, freeze_step=5, factor_threshold=1e-6
-    )
-    g, moved = torch.randn(60, generator=source).sign(), []  # a message has all of them
-    for times in [1.0] * 8 + [3.9, 4.1, 1.6, 100.0, 1.0]:
-        p.grad, before = times * g, p.detach().clone()
-        optimizer.step()
-        moved.append(float((p.detach() - before).norm()))
-    np.testing.assert_allclose(np.array(moved[8:]) / moved[7], [3.9, 1.5, 1.6, 1.5, 1.0], rtol=1e-3)
-
-
 def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shape() -> None:
     def built(block_size: int) -> Any:
         return onebit.OneBitAdam([nn.Parameter(torch.zeros(200))], freeze_step=2, block_size=block_size)
@@ -121,8 +73,7 @@ def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shap
 
     optimizer, source = built(32), torch.Generator().manual_seed(0)
     for _ in range(4):
-        optimizer.param_groups[0]["params"][0].grad = torch.randn(200, generator=source)
-        optimizer.step()
+        step_by(optimizer, lambda p: torch.randn(p.shape, generator=source))
     assert usual(optimizer) > 0
     for block_size, expected in ((32, usual(optimizer)), (64, 0.0)):
         other = built(block_size)
@@ -133,12 +84,10 @@ def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shap
 def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
     net = nn.Linear(20, 20, bias=False)
     optimizer = onebit.OneBitAdam(net.parameters(), lr=1e-6, freeze_step=10)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings() as texts:
         for step in range(2 * SHORTENED_FOR + 30):
-            net.weight.grad = torch.randn(20, 20) * (1000.0 if step >= 20 else 1.0)
-            optimizer.step()
-            said = [str(w.message) for w in caught if "gradients have grown" in str(w.message)]
+            step_by(optimizer, lambda p, size=1000.0 if step >= 20 else 1.0: size * torch.randn_like(p))
+            said = [text for text in texts if "gradients have grown" in text]
             assert len(said) == (step >= 20 + SHORTENED_FOR)
     assert "update_limit" in said[0] and "Clip gradients" in said[0]
 
@@ -167,14 +116,3 @@ def test_a_local_step_after_one_that_was_left_out_has_a_limit_too() -> None:
         tiny.grad = 1e-18 * (g + g.sign())  # whose squares fp32 still holds, but not the squares of 1 / them
         optimizer.step()
     assert tiny.isfinite().all() and optimizer.current.parts[0].state[USUAL.name].isfinite().all()
-
-
-def test_numbers_of_blocks_are_added_up_by_parameter() -> None:
-    """Of more blocks, too, than are added up at a time."""
-    params = [nn.Parameter(torch.ones(n)) for n in (32 * LANES * 2 + 40, 0, 40, 4097)]
-    optimizer = onebit.OneBitAdam(params, block_size=32)
-    state = optimizer.current.parts[0].state
-    of_blocks = torch.arange(state.layout.blocks, dtype=torch.float32)
-    ends = [*state.layout.first.tolist(), state.layout.used_blocks]
-    wanted = [sum(range(a, b)) for a, b in pairwise(ends)]
-    assert state.of_parameters(of_blocks).tolist() == wanted

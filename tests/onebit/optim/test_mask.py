@@ -5,6 +5,7 @@ The twin has no mask: its gradients are 0 where the other's parameters are held.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -88,7 +89,9 @@ def test_what_is_held_never_moves_and_costs_the_others_nothing(rank: int, size: 
         for of, optimizer, each in ((case, masked, params), (without, twin, others)):
             backward(of, rank, optimizer, each, step)
             norms.append(float(optimizer.clip_grad_norm_(0.1)) if clip else 1.0)
-            optimizer.step()
+            with warnings.catch_warnings():  # what is held is no surprise; of the twin it has no variance
+                warnings.simplefilter("error" if optimizer is masked else "ignore")
+                optimizer.step()
         alone |= not masked.synchronized
         assert norms[0] == norms[1] > 0
         assert_held(params, first)
@@ -146,17 +149,6 @@ def test_a_permuted_parameter_and_a_group_added_later() -> None:
     assert bits([p[~mask]]) == bits([first[~mask]]) and bits([p[mask]]) != bits([first[mask]])
     assert not p.is_contiguous()
     assert given["mask"] is mask, "what the user gave is the user's"
-
-
-@on_ranks(2)
-def test_ranks_with_other_masks_are_told(rank: int) -> None:
-    params = parameters((4, 4), (3,))
-    mask = torch.eye(4, dtype=torch.bool) if rank else ~torch.eye(4, dtype=torch.bool)
-    optimizer = build("OneBitAdam", [{"params": params, "mask": [mask, None]}], process_group=group())
-    for p in params:
-        p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=r"rank 1 has masks '1 \(checksum"):
-        optimizer.step()
 
 
 def test_a_mask_that_does_not_fit_or_is_given_later_is_refused() -> None:

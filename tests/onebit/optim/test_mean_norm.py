@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import onebit
-from onebit.optim.mean_norm import MeanNorm
 from tests.onebit.runs import on_ranks
 from tests.ranks import group, run_ranks
 
@@ -52,27 +51,6 @@ def test_a_clip_that_acts_in_every_step_costs_what_it_costs_adamw(rank: int, nam
         loss = float(nn.functional.mse_loss(model(x), y)) - 1
     assert 0.2 < loss < 0.235
     return loss
-
-
-TAKEN = torch.zeros(1, dtype=torch.int32)
-
-
-def squares(norm: float) -> torch.Tensor:
-    return torch.tensor([norm**2], dtype=torch.float64)
-
-
-@pytest.mark.parametrize("at", range(10))
-def test_one_large_gradient_is_clipped_as_it_is_and_hardly_changes_what_is_known(at: int) -> None:
-    """Gradients without noise, one of which is a hundred times as long, and a full step at the end."""
-    known = MeanNorm(torch.device("cpu"))
-    for _ in range(5):
-        known.full_step(squares(1), TAKEN, senders=64)
-    for step in range(10):
-        norm = 100 if step == at else 1
-        assert float(known.of_mean(squares(norm), 64).sqrt()) > 0.9 * norm
-        known.compressed_step(squares(norm), TAKEN, senders=64)
-    known.full_step(squares(1), TAKEN, senders=64)
-    assert float(known.of_mean(squares(1), 64).sqrt()) > 0.9
 
 
 def test_with_another_number_of_senders_the_norm_of_full_steps_is_not_known() -> None:

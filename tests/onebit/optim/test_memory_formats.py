@@ -5,7 +5,6 @@ A parameter is trained as the contiguous one that its memory is: the twin. `stor
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import onebit
 from tests.checkpoints import Holder
-from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import backward, give, options, started
 from tests.onebit.optim.test_parameter_changes import step_refused
-from tests.onebit.runs import Case, assert_message, bits, build, on_ranks, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, build, on_ranks, on_warnings, refused, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 SHAPES = ((4, 2, 5, 3), (33,), (6, 7), (5, 1, 1, 9), (2, 2, 2, 2, 3))  # as they lie in memory
@@ -60,7 +58,30 @@ class Permuted(Case):
 CASE = Permuted(shapes=SHAPES, steps=9, options={"freeze_step": 3})
 
 
-def twins(rank: int, size: int, case: Case) -> bytes:
+ALONE, LAMB, ZERO_ONE = CASE.but(missing=((2, 0, 0), (6, 0, 3))), CASE.but(kind="OneBitLamb"), "ZeroOneAdam"
+CONTIGUOUS = CASE.but(grads="contiguous")
+TWINS = {  # ranks, the case, its options; one rank with gradients "alike" is clipped
+    "Adam": (1, ALONE.but(grads="contiguous"), {}),
+    "Adam, clipped": (1, ALONE, {}),
+    "Adam, 16 bits": (1, ALONE.but(dtype="bfloat16", grads="scattered"), {}),
+    "LAMB": (1, ALONE.but(kind="OneBitLamb", grads="scattered"), {}),
+    "LAMB, 16 bits": (1, ALONE.but(kind="OneBitLamb", dtype="bfloat16"), {}),
+    "0/1 Adam": (1, ALONE.but(kind=ZERO_ONE), {}),
+    "Adam, 3 ranks": (3, CONTIGUOUS, {"reply": 1, "chunks": 2}),
+    "Adam, watched": (3, CONTIGUOUS, {"check_every": 1, "gradient_dtype": torch.bfloat16}),
+    "LAMB, direct": (2, LAMB.but(grads="contiguous"), {"reply": "direct", "scale": "tensor"}),
+    "LAMB of nodes, early": (4, LAMB.but(each=2), {"chunks": 2, "overlap": True}),
+    "0/1 Adam, early": (2, CASE.but(kind=ZERO_ONE, dtype="bfloat16"), {"chunks": 2, "overlap": True}),
+    "0/1 Adam of nodes": (4, CONTIGUOUS.but(kind=ZERO_ONE, each=2), {"chunks": 2}),
+    "local steps": (2, CASE.but(kind=ZERO_ONE), {"freeze_step": None, **LOCAL, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, row[0]) for name, row in TWINS.items()], ids=TWINS)
+@on_ranks()
+def test_a_permuted_parameter_trains_as_what_lies_in_memory(rank: int, size: int, name: str) -> bytes:
+    _, case, own = TWINS[name]
+    case = options(case.but(steps=12), **own)
     twin, early = options(case.but(grads="stored"), overlap=False), "overlap" in case.options
     (stored, plain), (params, optimizer) = (started(each, 0, rank, size) for each in (twin, case))
     assert [p.is_contiguous() for p in params] == [False, True, False, True, False]
@@ -89,33 +110,7 @@ def twins(rank: int, size: int, case: Case) -> bytes:
         mine, others = (onebit.adamw_state(o.state_dict())["state"] for o in (optimizer, plain))
         for name in ("exp_avg", "exp_avg_sq"):
             assert bits(as_stored([mine[i][name] for i in range(5)])) == bits(others[i][name] for i in range(5))
-    return bits(params)
-
-
-ALONE, LAMB, ZERO_ONE = CASE.but(missing=((2, 0, 0), (6, 0, 3))), CASE.but(kind="OneBitLamb"), "ZeroOneAdam"
-CONTIGUOUS = CASE.but(grads="contiguous")
-TWINS = {  # ranks, the case, its options; one rank with gradients "alike" is clipped
-    "Adam": (1, ALONE.but(grads="contiguous"), {}),
-    "Adam, clipped": (1, ALONE, {}),
-    "Adam, 16 bits": (1, ALONE.but(dtype="bfloat16", grads="scattered"), {}),
-    "LAMB": (1, ALONE.but(kind="OneBitLamb", grads="scattered"), {}),
-    "LAMB, 16 bits": (1, ALONE.but(kind="OneBitLamb", dtype="bfloat16"), {}),
-    "0/1 Adam": (1, ALONE.but(kind=ZERO_ONE), {}),
-    "Adam, 3 ranks": (3, CONTIGUOUS, {"reply": 1, "chunks": 2}),
-    "Adam, watched": (3, CONTIGUOUS, {"check_every": 1, "gradient_dtype": torch.bfloat16}),
-    "LAMB, direct": (2, LAMB.but(grads="contiguous"), {"reply": "direct", "scale": "tensor"}),
-    "LAMB of nodes, early": (4, LAMB.but(each=2), {"chunks": 2, "overlap": True}),
-    "0/1 Adam, early": (2, CASE.but(kind=ZERO_ONE, dtype="bfloat16"), {"chunks": 2, "overlap": True}),
-    "0/1 Adam of nodes": (4, CONTIGUOUS.but(kind=ZERO_ONE, each=2), {"chunks": 2}),
-    "local steps": (2, CASE.but(kind=ZERO_ONE), {"freeze_step": None, **LOCAL, "weight_decay": 0.1}),
-}
-
-
-@pytest.mark.parametrize("name", TWINS)
-def test_a_permuted_parameter_trains_as_what_lies_in_memory(name: str) -> None:
-    size, case, own = TWINS[name]
-    ends = simulation.on_ranks(size, twins, options(case.but(steps=12), **own))
-    assert len(set(ends)) == 1 or name == "local steps"
+    return bits(params) if optimizer.synchronized else b""
 
 
 def lay(values: Sequence[Tensor], how: str) -> list[nn.Parameter]:
@@ -163,10 +158,9 @@ def test_ranks_with_other_memory_formats_are_told(rank: int) -> None:
     "tensor", [torch.zeros(4, 6)[:, ::2], torch.zeros(3, 1).expand(3, 4), torch.zeros(8, 8).t()[1:]]
 )
 def test_a_parameter_that_is_not_dense_is_refused(tensor: Tensor) -> None:
-    with pytest.raises(ValueError) as caught:
+    named = f"parameter 1 (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
+    with refused(ValueError, named, "not dense", "p.data.contiguous()"):
         build("OneBitAdam", [nn.Parameter(torch.ones(4)), nn.Parameter(tensor)])
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    assert_message(caught, f"parameter 1 (shape {shape}, strides {strides})", "not dense", "p.data.contiguous()")
     p = nn.Parameter(torch.ones(tensor.shape))
     optimizer = build("OneBitAdam", [p])
     p.data, p.grad = tensor, torch.ones(p.shape)
@@ -237,12 +231,11 @@ def test_a_ranks_own_state_in_another_order(rank: int, size: int, reply: Any) ->
     """What servers have left out lies elsewhere: without the others' states it is lost, which is said."""
     case = options(CASE.but(steps=7), reply=reply)
     state, values = recorded(rank, size, case)[-1]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings() as texts:
         params = go_on(case, state, values, "contiguous", 8, rank, group())
     assert all(bool(p.isfinite().all()) for p in params)
-    assert len(caught) == (reply == 1)
-    assert all("does not hold the residuals of all 2 ranks" in str(w.message) for w in caught)
+    assert len(texts) == (reply == 1)
+    assert all("does not hold the residuals of all 2 ranks" in text for text in texts)
     return bits(params)
 
 
@@ -264,11 +257,8 @@ FLAT, FULL = {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}
 
 
 @pytest.mark.parametrize(("tool", "was"), [({}, False), (FLAT, True), (FULL, True), (None, False), (None, True)])
-def test_torchs_tools_carry_a_state_to_another_memory_format(tool: Any, was: bool, tmp_path: Path) -> None:
-    run_ranks(2, carried, was, tool, str(tmp_path / "saved"))
-
-
-def carried(rank: int, size: int, was: bool, tool: dict[str, bool] | None, folder: str) -> None:
+@on_ranks(2)
+def test_torchs_tools_carry_a_state_to_another_memory_format(rank: int, tool: Any, was: bool, tmp_path: Path) -> None:
     """Into a net of the other memory format, whose optimizer is in stage 2 too: by torch's tools, which are
     torch.distributed.checkpoint (None) and others, and without them."""
     case = options(CASE.but(kind="OneBitLamb"), freeze_step=2, reply="direct")
@@ -285,10 +275,10 @@ def carried(rank: int, size: int, was: bool, tool: dict[str, bool] | None, folde
         each.load_state_dict(net.state_dict())
     by_hand.load_state_dict(snapshot(optimizer.state_dict()))
     if tool is None:
-        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder, process_group=group())
-        onebit.make_room(folder, one, by_tool)
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, process_group=group())
+        onebit.make_room(tmp_path, one, by_tool)
         state = {"optimizer": by_tool.state_dict()}
-        dcp.load(state, checkpoint_id=folder, process_group=group())
+        dcp.load(state, checkpoint_id=tmp_path, process_group=group())
         by_tool.load_state_dict(state["optimizer"])
     else:
         chosen = StateDictOptions(**tool)

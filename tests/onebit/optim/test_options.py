@@ -18,7 +18,7 @@ from torch import nn
 import onebit
 from onebit.optim.options import OptionArguments, Options
 from tests.onebit.optim.contract import options, started
-from tests.onebit.runs import OPTIMIZERS, Case, bits, build, freezing_kinds, kinds, parameters, refused, run
+from tests.onebit.runs import OPTIMIZERS, Case, bits, build, freezing_kinds, kinds, parameters, refused, run, step_by
 
 OF_GROUPS = ("lr", "betas", "eps", "weight_decay")
 WRONG: list[Any] = [  # the option, values, and what the message says, with the value for {}
@@ -34,6 +34,8 @@ WRONG: list[Any] = [  # the option, values, and what the message says, with the 
     ("freeze_step", [-1, 1.5, "soon", True, None], "freeze_step={}", "stage 1", "whole number", '"auto"'),
     ("zero_variance", ["alive"], "zero_variance={}", "floor", "hold"),
     ("update_limit", [0, -1.0, 1e-46, nan, inf, "off", True], "update_limit={}", "a number above 0"),
+    ("check_every", [-1, 1.5, None], "check_every={}", "whole number", "0 never checks"),
+    ("overlap", ["yes"], "overlap={}"),
     ("bias_correction", ["no", 1, None], "bias_correction={}", "True or False"),
     ("master_weights", ["no", 1, None], "master_weights={}", "True or False"),
     ("scale", ["row"], "scale", "{}", "block", "tensor"),
@@ -114,9 +116,7 @@ def test_values_at_the_limits_are_accepted(kind):
         params = parameters((3, 2), (5,))
         optimizer = build(kind, params, **own)
         if optimizer.param_groups[0]["eps"] > 0 and own.get("freeze_step") != 0:
-            for p in params:
-                p.grad = torch.ones_like(p)
-            optimizer.step()
+            step_by(optimizer)
             assert all(torch.isfinite(p).all() for p in params)
 
 
@@ -264,9 +264,7 @@ def test_scales_of_blocks_are_unbiased_where_nothing_is_said():
     ):
         optimizer = build(kind, **own)
         assert optimizer.setup.norm == norm
-        for p in optimizer.param_groups[0]["params"]:
-            p.grad = torch.randn_like(p)
-        optimizer.step()
+        step_by(optimizer, torch.randn_like)
 
 
 def test_an_unbiased_scale_is_a_blocks():

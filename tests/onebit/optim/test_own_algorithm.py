@@ -16,8 +16,9 @@ from torch import nn
 
 import onebit
 from tests import oracle
-from tests.onebit.optim.contract import options, overlaps, resumes, skips, started
+from tests.onebit.optim.contract import options, resumes, skips, started
 from tests.onebit.optim.simulation import record_run
+from tests.onebit.parallel.test_overlap import run_with_and_without
 from tests.onebit.runs import Case, arrays, bits, on_ranks, refused, run, take
 from tests.ranks import run_ranks
 from tests.test_structure import touched
@@ -105,14 +106,14 @@ def test_the_watch_names_what_differs(rank: int, size: int) -> None:
         take(CASE, rank, optimizer, params, 6)
 
 
-def test_all_that_is_promised_of_others_holds() -> None:
-    """Skipped steps, resumes, and messages that leave in backward."""
+@on_ranks(2)
+def test_all_that_is_promised_of_others_holds(rank: int, size: int) -> list[bytes]:
+    """Skipped steps, resumes, and messages that leave in backward: hooks are set in the first compressed step."""
+    one = run_with_and_without(rank, options(CASE, chunks=3), "", 1)
+    assert all(one["equal"]) and one["early"] == [step > 5 for step in range(1, 10)]
     bad = ((3, 1, math.nan), (5, 0, math.inf), (7, 1, math.nan))
-    assert len(set(run_ranks(2, skips, CASE, bad))) == 1
-    assert len(set(run_ranks(2, resumes, CASE, (2, 4, 7)))) == 1
-    assert len(set(run_ranks(2, resumes, CASE.but(dtype="bfloat16"), (2, 4, 7)))) == 1
-    for _, early in run_ranks(2, overlaps, options(CASE, chunks=3)):
-        assert early == [6, 7, 8, 9]  # hooks are set in the first compressed step
+    of_16_bits = resumes(rank, size, CASE.but(dtype="bfloat16"), (2, 4, 7))
+    return [skips(rank, size, CASE, bad), resumes(rank, size, CASE, (2, 4, 7)), of_16_bits]
 
 
 def saved(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray]]:

@@ -10,7 +10,7 @@ import onebit
 from onebit.kernels import backend
 from onebit.optim import flat_state
 from tests.onebit.optim.contract import started
-from tests.onebit.runs import Case, bits, build, kinds, on_ranks, parameters, refused, run, same, snapshot
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, parameters, refused, run, same, snapshot, step_by
 from tests.ranks import group
 
 SHAPES = ((7, 9), (33,))
@@ -121,8 +121,7 @@ def test_a_wrong_param_group_is_not_added():
         with pytest.raises(error):
             optimizer.add_param_group(wrong)
         assert len(optimizer.param_groups) == 1
-    params[0].grad = torch.ones(40)
-    optimizer.step()
+    step_by(optimizer)
 
 
 def change(p, what):
@@ -285,15 +284,18 @@ def test_a_state_that_is_there_moves_with_a_load():
     assert bits(params) == bits(others) and optimizer.compressing
 
 
-def test_a_frozen_parameter_may_be_elsewhere():
-    case = Case(shapes=SHAPES, steps=6, options={"freeze_step": 3, "block_size": 32})
+def test_frozen_parameters_may_be_of_any_kind_and_elsewhere_and_do_not_change():
+    case = Case(shapes=SHAPES, steps=6, options={"freeze_step": 3, "block_size": 32, "weight_decay": 0.5})
     params, others = case.parameters(), case.parameters()
-    frozen = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
-    optimizer, twin = case.build(params), case.build(others)
-    optimizer.param_groups[0]["params"].insert(0, frozen)
+    frozen = [nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)]
+    frozen += [nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)]
+    before, elsewhere = bits(frozen), nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+    optimizer, twin = case.build([*frozen, *params]), case.build(others)
+    optimizer.param_groups[0]["params"].insert(0, elsewhere)
     for each, its in ((optimizer, params), (twin, others)):
         run(case, 0, each, its, 1, case.steps)
     assert bits(params) == bits(others) and optimizer.compressing
+    assert bits(frozen) == before and list(optimizer.state) == params
 
 
 def test_a_move_that_is_not_possible_changes_nothing():
@@ -305,8 +307,7 @@ def test_a_move_that_is_not_possible_changes_nothing():
         with refused(ValueError, "no kernels for tensors on meta"):
             optimizer.find_ranks()
     move(params, [here])
-    params[0].grad = torch.ones(4)
-    optimizer.step()
+    step_by(optimizer)
 
 
 def move(params, to):

@@ -1,8 +1,6 @@
 """1-bit Adam and 1-bit LAMB are the float64 simulation of the papers' Algorithm 1, at every step of both stages and on
 every rank: also with two levels, 16 bits, and elements without a variance. Stage 1 of 1-bit Adam is AdamW."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ import onebit
 from tests.onebit.optim import simulation as sim
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import LAMB, LambSimulation, Sized
-from tests.onebit.runs import Case, arrays, on_ranks, run
+from tests.onebit.runs import Case, arrays, build, on_ranks, on_warnings, run
 from tests.ranks import group
 
 OF = {"OneBitAdam": sim.Simulation, "OneBitLamb": LambSimulation}
@@ -89,6 +87,13 @@ def test_every_step_equals_the_simulation(name):
     assert case.shapes != LAMB.shapes or name in NOT_EVERY or reasons >= EVERY
 
 
+def test_limits_of_steps_are_the_simulations():
+    """Also where no step of these runs is between them."""
+    for kind, of in OF.items():
+        algorithm = build(kind).setup.algorithm
+        assert (algorithm.shortened_to, algorithm.trusted_step) == (of.longest, of.trusted)
+
+
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (3, "float32"), (2, "bfloat16")])
 def test_stage_1_is_adamw(ranks, dtype):
     """In float64, on the averaged gradients. A gradient that is None counts as zero."""
@@ -110,11 +115,10 @@ def test_one_warning_of_rank_0_names_the_parameters_and_counts(rank, zero_varian
     params = EMBEDDING.parameters()
     names = list(zip(("embedding.weight", "a", "b", "c"), params, strict=True))
     optimizer = onebit.OneBitAdam(names, freeze_step=6, zero_variance=zero_variance, process_group=group())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings() as texts:
         run(EMBEDDING, rank, optimizer, params, 1, 11)
-    assert len(caught) == (rank == 0)
-    for text in (str(w.message) for w in caught):
+    assert len(texts) == (rank == 0)
+    for text in texts:
         assert "embedding.weight (24 of 96)" in text and "b (7 of 7)" in text
         assert "a (" not in text and "c (" not in text
         assert ("mean" in text) == (zero_variance == "floor")
@@ -135,8 +139,7 @@ def test_one_gradient_element_that_is_not_0_is_enough(ratio):
     case = Sized(shapes=((0,), (3,)), options={"freeze_step": 1, "ratio": ratio})
     params = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.tensor([0.0, 1.0, 2.0]))]
     optimizer = case.build(params)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with on_warnings("ignore", UserWarning):
         for step in range(1, 9):
             params[0].grad, params[1].grad = None, None if step == 3 else torch.tensor([0.0, 1e-20, 0.0])
             optimizer.step()

@@ -7,7 +7,6 @@ import gc
 import math
 import os
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from onebit.collectives.transport.protocol import LocalTransport
 from onebit.kernels.cpu.compile import of_this_user
 from tests.internals import forget_process_group
 from tests.onebit.optim.contract import backward, give, started
-from tests.onebit.runs import Case, arrays, bits, build, kinds, on_ranks, run, same, snapshot, take
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, take
 from tests.ranks import group
 
 
@@ -63,25 +62,12 @@ def test_a_process_group_that_was_made_in_stage_2_is_an_error(rank: int) -> None
         run(case, rank, optimizer, params, 3, 3)
 
 
-def test_frozen_parameters_may_be_of_any_kind_and_do_not_change() -> None:
-    frozen = [nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)]
-    frozen += [nn.Parameter(torch.ones(3, 4).t(), requires_grad=False)]
-    trained, before = nn.Parameter(torch.ones(5)), bits(frozen)
-    optimizer = build("OneBitAdam", [*frozen, trained], weight_decay=0.5, freeze_step=2)
-    for _ in range(4):
-        trained.grad = torch.ones(5)
-        optimizer.step()
-    assert optimizer.compressing and bits(frozen) == before and bool((trained != 1).all())
-    assert list(optimizer.state) == [trained]
-
-
 @on_ranks(2)
 def test_warnings_that_are_errors_leave_no_rank_waiting(rank: int) -> None:
     """A freeze warning on rank 0, where warnings are errors; the other ranks go on to the next step's collectives."""
     case, texts = Case(options={"freeze_step": 2}, untouched=((0, 3, 50),)), []
     params, optimizer = started(case, 0, rank, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with on_warnings("error"):
         for step in range(1, 5):
             try:
                 take(case, rank, optimizer, params, step)
@@ -161,17 +147,8 @@ def test_a_model_of_two_dtypes_is_two_models(rank: int, kind: str) -> bytes:
 # Strangers did these: each is a clear error, or has the effect that it should have
 
 
-def test_a_loss_whose_weight_is_0_at_first():
-    """0/1 Adam's variance comes with a later full step; nothing moves until then."""
-    case = Case("ZeroOneAdam", options={"var_update_scaler": 4, "weight_decay": 0.0})
-    params, optimizer = started(case, 0)
-    before = bits(params)
-    for step in range(1, 12):
-        for p, g in zip(params, case.gradients(0, step), strict=True):
-            p.grad = g * (step > 6)
-        optimizer.step()
-        assert step > 6 or (optimizer.compressing == (step > 5) and bits(params) == before)
-    assert all((a != b).any() for a, b in zip(arrays(params), arrays(case.parameters()), strict=True))
+def test_a_loss_whose_weight_is_0_up_to_the_freeze():
+    """0/1 Adam's variance may come with a later full step: see test_zero_one.py."""
     ends = build("ZeroOneAdam", var_update_scaler=2, var_freeze_step=2)
     with pytest.raises(ValueError, match=r"no variance to freeze.*gradients so far were 0.*var_freeze_step"):
         for _ in range(4):

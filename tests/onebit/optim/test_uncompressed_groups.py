@@ -6,7 +6,6 @@ Two optimizers stand beside the one: one with the compressed parameters alone, o
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 import onebit
 from tests.checkpoints import Run
 from tests.onebit.optim.contract import give, options, started
-from tests.onebit.runs import Case, bits, build, kinds, on_ranks, parameters, refused, run, snapshot
+from tests.onebit.runs import Case, bits, build, kinds, on_ranks, on_warnings, parameters, refused, run, snapshot
 from tests.ranks import group, run_ranks
 
 APART = {"compress": False}
@@ -91,8 +90,7 @@ def test_their_moments_go_on_with_another_number_of_ranks_and_in_adamw(kind: str
     assert not any("compress" in g for g in theirs["param_groups"])
     torch.optim.AdamW([{"params": list(half)} for half in halves(CASE.parameters())]).load_state_dict(theirs)
     optimizer = case.build([nn.Parameter(v.clone()) for v in values])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with on_warnings("error"):
         optimizer.load_state_dict(onebit.merge_states(states))
     for state in (theirs, optimizer.state_dict()):
         for key in (2, 3):  # in the order of the groups
@@ -132,8 +130,7 @@ def test_the_report_counts_what_they_send_and_the_watch_looks_at_them(rank: int)
 @kinds
 def test_diagnostics_have_all_and_only_what_is_compressed_must_have_a_variance_by_then(kind: str) -> None:
     case = CASE.but(kind=kind, untouched=((1, 3, 99),))  # of the second group
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with on_warnings("error"):
         _, optimizer = started(case, 8)
     found = list(optimizer.diagnostics().values())  # in the order of the groups
     assert ["momentum_scale" in own for own in found] == [True, True, False, False]
@@ -174,9 +171,3 @@ def test_a_group_that_is_switched(kind: str) -> None:
     optimizer.param_groups[1]["compress"] = True
     with pytest.raises(ValueError, match="its group's compress was switched"):
         run(case, 0, optimizer, params, 9, 9)
-
-
-@on_ranks(2)
-def test_ranks_that_differ(rank: int) -> None:
-    with pytest.raises(ValueError, match="compress"):
-        started(CASE.but(groups=({}, {"compress": rank == 0})), 1, rank, 2)

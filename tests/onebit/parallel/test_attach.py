@@ -4,7 +4,6 @@ copies, `join`, and DDP's buckets, which backward passes that compressed steps f
 import copy
 import gc
 import io
-import warnings
 import weakref
 from contextlib import nullcontext
 
@@ -21,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import onebit
 from onebit.parallel.buckets import LOCAL
 from tests.collectives.work import error_of
-from tests.onebit.runs import bits, build, kinds, nodes_of, on_ranks, refused
+from tests.onebit.runs import bits, build, kinds, nodes_of, on_ranks, on_warnings, refused
 from tests.ranks import group, run_ranks
 
 
@@ -86,6 +85,7 @@ def test_what_is_no_optimizer_of_onebit_or_no_model(tmp_path):
         (onebit.save, tmp_path, model),
         (onebit.load, tmp_path, model),
         (onebit.make_room, {}, model),
+        (lambda optimizer: onebit.reform(optimizer, None),),
     ):
         with pytest.raises(TypeError, match="needs an optimizer of onebit, such as OneBitAdam; this is a AdamW"):
             call(*before, foreign)
@@ -105,13 +105,12 @@ def test_forgetting_attach_warns_once(rank, how):
     called = model if how == "no DDP" else DistributedDataParallel(model, process_group=group())
     if how == "attached":
         onebit.attach(called, optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with on_warnings(category=UserWarning) as said:
         for step in range(5):
             optimizer.zero_grad()
             (loss_of(called, rank, step) * (how != "zeros" or step > 0)).backward()
             optimizer.step()
-    texts = [str(w.message) for w in caught if w.category is UserWarning and "onebit" in str(w.message)]
+    texts = [text for text in said if "onebit" in text]
     assert len(texts) == (how == "forgotten" and rank == 0)
     for text in texts:
         says = ("DistributedDataParallel", "onebit.attach(model, optimizer)", "no time is gained")
@@ -214,10 +213,7 @@ def test_a_layer_that_is_never_used_and_whose_buckets_ddp_skips(rank):
     ddp = DistributedDataParallel(model, process_group=group(), **options)
     optimizer = build("OneBitAdam", model.parameters(), freeze_step=3, process_group=group())
     onebit.attach(ddp, optimizer)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(ddp, rank, step).backward()
-        optimizer.step()
+    train(ddp, optimizer, rank, 0, 6)
     return bits(model.parameters())
 
 
@@ -519,7 +515,12 @@ class Layers(nn.Module):
         return self.layers[1](self.layers[0](x)) if last else self.layers[0](x)
 
 
-def left_out(rank, size, each, overlap, accumulate, left_out_on):
+@pytest.mark.parametrize(
+    ("each", "overlap", "accumulate", "ranks"),
+    [(False, False, False, (0, 1)), (False, True, True, (0,)), (True, True, False, (1,)), (True, False, True, (0, 1))],
+)
+@on_ranks(2)
+def test_a_layer_may_be_left_out_of_any_step(rank, each, overlap, accumulate, ranks):
     """The second layer is left out of the full step 11, on every rank or on one, after it was used in compressed ones.
     each: whether each layer has an optimizer of its own."""
     torch.manual_seed(0)
@@ -533,7 +534,7 @@ def left_out(rank, size, each, overlap, accumulate, left_out_on):
     for step in range(1, 13):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        used = step != 11 or rank not in left_out_on
+        used = step != 11 or rank not in ranks
         for again in range(1 + accumulate):
             with ddp.no_sync() if accumulate and not again else nullcontext():
                 x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + 10 * again + rank))
@@ -541,12 +542,3 @@ def left_out(rank, size, each, overlap, accumulate, left_out_on):
         for optimizer in optimizers:
             optimizer.step()
     return bits(net.parameters())
-
-
-@pytest.mark.parametrize(
-    ("each", "overlap", "accumulate", "ranks"),
-    [(False, False, False, (0, 1)), (False, True, True, (0,)), (True, True, False, (1,)), (True, False, True, (0, 1))],
-)
-def test_a_layer_may_be_left_out_of_any_step(each, overlap, accumulate, ranks):
-    first, second = run_ranks(2, left_out, each, overlap, accumulate, ranks)
-    assert first == second

@@ -21,9 +21,11 @@ from onebit.collectives.transport import transport_for
 from onebit.optim.sharding import local
 from tests.onebit.runs import OPTIMIZERS, bits, build, on_ranks, same, snapshot
 
-AT = (24, 30, 50)  # steps after which runs are compared
+AT = (24, 32, 52)  # steps after which runs are compared
 OPTIONS = {"lr": 5e-3, "freeze_step": 10, "block_size": 32, "chunks": 2, "variance_floor": 0.01}
 SOON = {"freeze_step": 4}
+SPACED = {"freeze_step": None, "var_update_scaler": 3}  # with full steps between compressed ones
+LOCAL = {"var_update_scaler": 2, "var_freeze_step": 5, "local_step_scaler": 3, "local_step_clipper": 4}
 
 
 def model(width: int = 64) -> nn.Module:
@@ -90,12 +92,21 @@ def whole(net: nn.Module) -> list[Tensor]:
     return [getattr(p, "full_tensor", p.clone)().detach() for p in net.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "reply"), [("OneBitAdam", "direct"), ("OneBitLamb", 1), ("ZeroOneAdam", "direct")])
+@pytest.mark.parametrize(
+    ("kind", "reply", "more"),
+    [
+        ("OneBitAdam", "direct", {}),
+        ("OneBitLamb", 1, {}),
+        ("ZeroOneAdam", "direct", {}),
+        ("ZeroOneAdam", "direct", SPACED),
+        ("ZeroOneAdam", "direct", {**SPACED, **LOCAL}),
+    ],
+)
 @on_ranks(4, once=True)
-def test_hsdp_is_ddp_with_two_levels(rank: int, kind: str, reply: Any) -> bytes:
+def test_hsdp_is_ddp_with_two_levels(rank: int, kind: str, reply: Any, more: dict[str, Any]) -> bytes:
     """20 steps past the freeze to rounding of sums; 40 past it a sign or two within rounding of 0 have turned. Without
     the hook every bit is the same for 24 steps."""
-    mesh, common = mesh_of(2, 2), {"reply": reply, "norm": "l1"}  # small scales: what a turned sign moves
+    mesh, common = mesh_of(2, 2), {"reply": reply, "norm": "l1", **more}  # small scales: what a turned sign moves
     if kind == "OneBitLamb":
         common |= {"min_coeff": 0.1, "max_coeff": 0.12, "factor_min": 1.005, "factor_max": 1.01}  # all are met
     _, optimizer, ends = with_fsdp(rank, kind, AT[-1], mesh, **common)

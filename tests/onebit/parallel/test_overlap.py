@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-import warnings
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,8 +18,10 @@ from onebit.collectives.exchange import Exchange
 from tests.internals import join_flight
 from tests.limits import HUNG
 from tests.onebit.checkpoint.states import set_parameters
-from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, on_ranks, snapshot, unchanged
-from tests.ranks import group, run_ranks
+from tests.onebit.optim.contract import options
+from tests.onebit.optim.test_contract import APART, LOCAL, SPACED, ZERO_ONE
+from tests.onebit.runs import OPTIMIZERS, Case, bits, kinds, on_ranks, on_warnings, snapshot, unchanged
+from tests.ranks import group
 
 OPTIONS = {"freeze_step": 3, "chunks": 3}
 
@@ -33,8 +34,9 @@ def backward(case: Case, rank: int, params: list[nn.Parameter], step: int, facto
 
 
 def build(case: Case, overlap: bool) -> tuple[Any, list[nn.Parameter]]:
-    params, options = case.parameters(), {**OPTIONS, **case.options, "overlap": overlap}
-    return case.but(options=options).build(params, group()), params
+    params, own = case.parameters(), {**case.options, "overlap": overlap}
+    own = own if "var_update_scaler" in own else {**OPTIONS, **own}
+    return case.but(options=own).build(params, group()), params
 
 
 def end_step(how: str, case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], step: int) -> None:
@@ -79,13 +81,12 @@ def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[st
             if optimizer.setup.options.overlap:
                 early.append(optimizer.overlap.in_flight)
             if (now, step) != ("no_sync", 6):
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
+                with on_warnings() as texts:
                     end_step(now, case, rank, optimizer, params, step)
-                warned += [str(w.message) for w in caught if "overlap" in str(w.message)]
+                warned += [text for text in texts if "overlap" in text]
         if (now, step) != ("no_sync", 6):
-            states = [(snapshot(o.state_dict()), bits(params)) for o, params in runs]
-            equal.append(unchanged(states[0][0], states[1][0]) and states[0][1] == states[1][1])
+            one, other = ((o.synchronized and snapshot(o.state_dict()), bits(params)) for o, params in runs)
+            equal.append(one == other if one[0] is False else unchanged(one[0], other[0]) and one[1] == other[1])
     (optimizer, params), _ = runs
     return {
         "equal": equal, "early": early, "warned": warned, "skipped": optimizer.skipped_steps, "params": bits(params),
@@ -118,6 +119,7 @@ def cancelled(kind: str, each: int = 1) -> Case:
 # Ranks, the case, how gradients change and from which step on; "#" for each step whose messages leave in backward.
 # The exchange begins with the first step of stage 2, whose own messages leave in step.
 SENT, AT_ONCE, LATER = "....#####", "........", "....#..."
+SPREAD = ".....#.###.##"  # of 0/1 Adam's steps 4, 6, 8 to 10, 12 and 13 are compressed ones
 CASES: list[tuple[int, Case, str, int, str]] = [
     *((2, one_level("OneBitAdam", at), "", 1, SENT) for at in (4, 5)),
     (3, one_level("OneBitAdam", 7, options=TENSOR), "", 1, SENT),
@@ -141,6 +143,11 @@ CASES: list[tuple[int, Case, str, int, str]] = [
     (2, Case("ZeroOneAdam", steps=8), "clip", 1, AT_ONCE),
     *((2, Case(kind, steps=8), "no_sync", 1, "....####") for kind in OPTIMIZERS),
     *((2, Case(kind, steps=7, last_dtype="bfloat16"), "", 1, "....###") for kind in OPTIMIZERS),  # two exchanges
+    *((n, options(ZERO_ONE.but(each=n // 2), chunks=2), "", 1, SPREAD) for n in (2, 4)),
+    *((n, options(ZERO_ONE.but(steps=16, each=n // 2), chunks=2, **LOCAL), "", 1, ".....###........") for n in (2, 4)),
+    (2, options(APART, chunks=2), "", 1, SENT),
+    (4, options(APART.but(kind="OneBitLamb", each=2), chunks=2), "", 1, SENT),
+    (2, options(SPACED, chunks=2), "", 1, SPREAD),
 ]
 
 
@@ -264,8 +271,11 @@ class Summed(nn.Module):
         return sum((p * factor).sum() for p in self.own)  # type: ignore[return-value]
 
 
-def begun(rank: int, size: int, ddp: bool, overlap: bool) -> list[list[bool]]:
-    """Of every step: whether it was decided already, each time that it was begun."""
+@pytest.mark.parametrize(("ddp", "overlap"), [(False, True), (True, False), (True, True)])
+@on_ranks(2)
+def test_a_step_is_decided_once(rank: int, ddp: bool, overlap: bool) -> None:
+    """By the first of many buckets or gradients in backward, or else in step. Found: whether it was decided already,
+    each time that it was begun."""
     model: nn.Module = Summed()
     options: Any = {"var_update_scaler": 2, "overlap": overlap, "process_group": group()}
     optimizer: Any = onebit.ZeroOneAdam(model.parameters(), **options)
@@ -279,11 +289,4 @@ def begun(rank: int, size: int, ddp: bool, overlap: bool) -> list[list[bool]]:
         optimizer.zero_grad()
         model(torch.tensor(rank + 1.0)).backward()
         optimizer.step()
-    return found
-
-
-@pytest.mark.parametrize(("ddp", "overlap"), [(False, True), (True, False), (True, True)])
-def test_a_step_is_decided_once(ddp: bool, overlap: bool) -> None:
-    """By the first of many buckets or gradients in backward, or else in step."""
-    for found in run_ranks(2, begun, ddp, overlap):
-        assert found.count([False, True]) > 3 and all(each in ([False], [False, True]) for each in found)
+    assert found.count([False, True]) > 3 and all(each in ([False], [False, True]) for each in found)

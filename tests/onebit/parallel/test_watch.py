@@ -1,11 +1,7 @@
-"""Ranks that no longer hold the same bits: found at the next check, and named.
-
-python -m tests.onebit.parallel.test_watch        what a check costs, against the thousand steps that it comes after
-"""
+"""Ranks that no longer hold the same bits: found at the next check, and named."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -13,14 +9,13 @@ import torch
 from torch import Tensor
 
 import onebit
-from onebit.collectives.agreement import checksums, find_mismatches
+from onebit.collectives.agreement import checksums
 from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.parallel.watch import shared_tensors
 from tests.checkpoints import Run
-from tests.limits import HUNG
-from tests.onebit.runs import OPTIMIZERS, Case, bits, build, frozen_name, on_ranks, refused, take
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import Case, bits, build, frozen_name, on_ranks, take
+from tests.ranks import group
 
 KINDS_STAGES_AND_DTYPES = [
     *(("OneBitAdam", 50, "float32"), ("OneBitLamb", 3, "float32"), ("ZeroOneAdam", 50, "float32")),
@@ -155,47 +150,5 @@ def test_a_check_comes_last_in_every_so_many_steps(rank: int, every: int, expect
     assert build("OneBitAdam").setup.options.check_every == 1000
 
 
-@on_ranks(2)
-def test_options_that_differ_are_refused(rank: int) -> None:
-    with refused(ValueError, "rank 1 has check_every 20 where rank 0 has 10"):
-        Run(Case(options={"check_every": [10, 20][rank]}), 1, rank, group())
-
-
-def test_options_that_are_wrong_are_refused() -> None:
-    for name, value, words in (
-        ("check_every", -1, "0 never checks"),
-        ("check_every", 1.5, "whole number"),
-        ("check_every", None, ""),
-        ("overlap", "yes", ""),
-    ):
-        with refused(ValueError, f"{name}={value!r}", words):
-            Run(Case(options={name: value}), 0)
-    assert Run(Case(options=ALWAYS), 3).optimizer.steps == 3  # one rank alone compares nothing
-
-
-def costs(rank: int, size: int, kind: str) -> tuple[int, float, float]:
-    """Elements, and the least seconds of a step of stage 2 with 64 items, and of a check."""
-    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 1024))
-    for i, p in enumerate(model.parameters()):
-        p.data = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / 32
-    optimizer = build(kind, model.parameters(), freeze_step=2, chunks=1, process_group=group(), check_every=10**9)
-    x = torch.randn((64, 1024), generator=torch.Generator().manual_seed(rank))
-    seconds: list[tuple[float, float]] = []
-    for _ in range(20):
-        began = time.perf_counter()
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ended = time.perf_counter()
-        tensors = list(dict(shared_tensors(optimizer.setup, optimizer.current)).values())
-        assert not find_mismatches(optimizer.setup.topology.replicas, tensors, CHECK)
-        seconds.append((ended - began, time.perf_counter() - ended))
-    steps, checks = zip(*seconds[4:], strict=True)
-    return sum(p.numel() for p in model.parameters()), min(steps), min(checks)
-
-
-if __name__ == "__main__":
-    for kind in OPTIMIZERS:
-        numel, step, check = run_ranks(2, costs, kind, timeout=HUNG)[0]
-        share = f"{100 * check / (1000 * step):.3f} % of 1000 steps"
-        print(f"{kind}, {numel:,} elements, 2 ranks: step {1e3 * step:.0f} ms, check {1e3 * check:.0f} ms, {share}")
+def test_one_rank_alone_compares_nothing() -> None:
+    assert Run(Case(options=ALWAYS), 3).optimizer.steps == 3

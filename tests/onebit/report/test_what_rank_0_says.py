@@ -1,8 +1,8 @@
 """What a run says by itself: of steps that are skipped again and again, of attach that was forgotten, of its stage."""
 
 import logging
-import warnings
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,8 +17,7 @@ from onebit.parallel import flight
 from onebit.report import pay_off, skips
 from tests.collectives.work import logged
 from tests.onebit.optim.contract import started
-from tests.onebit.optim.test_cuda_paths import flown
-from tests.onebit.runs import Case, adamw_state, kinds, on_ranks, run, take
+from tests.onebit.runs import Case, adamw_state, kinds, on_ranks, on_warnings, run, take
 from tests.ranks import group
 
 
@@ -26,11 +25,10 @@ def said(rank, case, steps):
     """Warnings by step, and the report."""
     (params, optimizer), texts = started(case, 0, rank, 2), {}
     for step in range(1, steps + 1):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with on_warnings() as caught:
             take(case, rank, optimizer, params, step)
         if caught:
-            texts[step] = str(caught[0].message)
+            texts[step] = caught[0]
     return texts, optimizer.report()
 
 
@@ -70,8 +68,7 @@ def test_attach_after_the_first_steps_counts_from_then_on(rank):
     net = nn.Linear(300, 40)
     ddp = DistributedDataParallel(net, process_group=group())
     optimizer = onebit.OneBitAdam(ddp.parameters(), freeze_step=3, process_group=group())
-    with logged() as texts, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with logged() as texts, on_warnings("ignore", UserWarning):
         for step in range(6):
             if step == 2:
                 sent = optimizer.report().sent
@@ -88,8 +85,7 @@ def test_ddp_without_attach_is_in_the_report_the_log_and_a_warning(rank):
     net = nn.Linear(300, 40)
     ddp = DistributedDataParallel(net, process_group=group())
     optimizer = onebit.OneBitAdam(ddp.parameters(), freeze_step=2, process_group=group())
-    with logged() as texts, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged() as texts, on_warnings() as caught:
         for _ in range(6):
             ddp(torch.randn(4, 300)).square().mean().backward()
             optimizer.step()
@@ -99,7 +95,7 @@ def test_ddp_without_attach_is_in_the_report_the_log_and_a_warning(rank):
         assert report.verdict.startswith("DistributedDataParallel averages all gradients uncompressed")
         assert any("Stage 2 begins" in text and "onebit.attach was not called" in text for text in texts)
         for what in ("onebit.attach(model, optimizer)", "OneBitTrainer", "OneBitCallback"):
-            assert what in str(caught[0].message) and what in report.verdict
+            assert what in caught[0] and what in report.verdict
 
 
 def test_where_nobody_has_set_up_logging_it_goes_to_stderr(monkeypatch, capsys):
@@ -121,8 +117,10 @@ def test_waiting_for_the_stream_of_the_thread_is_counted(monkeypatch):
         log.append("over")
 
     monkeypatch.setattr(flight, "waiting", waiting)
-    flown(monkeypatch, ["main"], lambda stream: log.append("stream"))
-    assert log == ["wait", "stream", "over"]
+    monkeypatch.setattr(flight, "streams", Mock(join=lambda *of: log.append("stream")))
+    thread, side = Mock(join=lambda: log.append("thread")), Mock(device=torch.device("cpu"))
+    flight.Flight.finish(Mock(states=[side], _thread=thread, _side=side, _error=None))
+    assert log == ["wait", "thread", "stream", "over"]
 
 
 def test_a_captured_step_asks_nothing_of_the_host(monkeypatch):
