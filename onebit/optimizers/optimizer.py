@@ -197,6 +197,7 @@ class OneBitOptimizer(Progress):
         self.shown_state.check_loaded()
         check_groups(self.param_groups, self.defaults.keys())
         self.catch_up()
+        self.current.check_whole("a step")
         self.find_ranks()
         if (device := self.new_device) is not None:
             raise ValueError(
