@@ -26,11 +26,13 @@ class Upload:
         within = capturing(out.device)
         if values == self._values and not within and not self._of_graphs:
             return False
-        if values != self._values or self._host is None:
+        host = self._host
+        if values != self._values or host is None:
             pinned = out.device.type == "cuda"
-            self._host = torch.tensor(values, dtype=out.dtype, device="cpu", pin_memory=pinned)
-            self._values = list(values)
-        out.copy_(self._host, non_blocking=True)
+            host = torch.tensor(values, dtype=out.dtype, device="cpu", pin_memory=pinned)
+        self._values = None  # an interrupt may come before the copy
+        out.copy_(host, non_blocking=True)
+        self._host, self._values = host, list(values)
         if within:
-            self._of_graphs.append(self._host)
+            self._of_graphs.append(host)
         return True

@@ -53,6 +53,10 @@ class Gradients:
         self._found_inf: Tensor | int | None = None  # by GradScaler, on this rank; the number 0 without any gradient
         self._averaged: dict[str, Versions] = {}  # what, and as it was then
 
+    def forget_clip(self) -> None:
+        """By DDP's hook: another backward pass, whose gradients may be the same tensors, of which DDP's buckets are."""
+        self._checked, self.max_norm, self._clip, self.squares = None, None, None, None
+
     def claim_node_mean(self, by_exchange: bool) -> bool:
         """By DDP's hook in stage 2, for each bucket: whether it is to average it over the node, which the step then
         leaves out. by_exchange: whether the exchange does it, chunk by chunk."""

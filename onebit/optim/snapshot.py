@@ -100,6 +100,7 @@ class Snapshot:
     ddp_averages: bool = False  # whether all ranks had the same gradients before any averaging
     at_last_sync: bool = False  # whether the model has the parameters of the last exchange
     under_way: UnderWay | None = None
+    half_frozen: bool = False  # whether a freeze has begun, and not ended
     _undo: list[Undo] = field(default_factory=list)
 
     @classmethod
@@ -292,7 +293,16 @@ class Snapshot:
                 f"the freeze, or build a new optimizer"
             )
 
+    def check_whole(self, what: str) -> None:
+        """A ValueError after a freeze that did not end."""
+        if self.half_frozen:
+            raise ValueError(
+                f"{what} after a freeze that an error or an interrupt has ended: one part of the state is that of "
+                f"stage 1, another that of stage 2. Load the last saved state (load_state_dict)"
+            )
+
     def check_synchronized(self) -> None:
+        self.check_whole("state_dict")
         if not self.synchronized:
             raise ValueError(
                 "state_dict between two exchanges: ranks have taken local steps, each to parameters of its own. Save "
@@ -350,6 +360,7 @@ class Snapshot:
         chosen = list(chunks) or [setup.choose_chunks(state) for state in self.compressed]
         rows = setup.hyper_rows(max(1, steps))
         zeros: ZeroCounts = []
+        self.half_frozen = True
         for part in (part for part in self.parts if part.state.compressed):
             state = part.state
             state.set_chunks(chosen.pop(0))
@@ -363,7 +374,7 @@ class Snapshot:
             algorithm.momentum_becomes_residual(state, steps + 1, [rows[group].beta1 for group in state.groups])
             state.scratch = algorithm.scratch(state)
             part.start_reducer(setup)
-        self.stages.compressing = True
+        self.stages.compressing, self.half_frozen = True, False
         zeros += self._without_variance(setup, steps)
         if setup.topology.everyone.rank > 0:
             return []

@@ -93,6 +93,7 @@ class OneBitOptimizer(Progress):
     without_options: ClassVar[Mapping[str, str]] = {}
     """Of `Options`, those that this optimizer does not take, and what to do."""
 
+    @torch.inference_mode(False)  # what is built under it could not be written to outside
     def __init__(
         self,
         params: Iterable[Any],
@@ -196,6 +197,7 @@ class OneBitOptimizer(Progress):
         self.shown_state.check_loaded()
         check_groups(self.param_groups, self.defaults.keys())
         self.catch_up()
+        self.current.check_whole("a step")
         self.find_ranks()
         if (device := self.new_device) is not None:
             raise ValueError(
@@ -370,6 +372,7 @@ class OneBitOptimizer(Progress):
         """
         self.prepare_load(state_dict)()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Build and check a saved state. Nothing changes until the result is called: it installs the state."""
@@ -385,6 +388,7 @@ class OneBitOptimizer(Progress):
         setup = self.setup if (device := self.new_device) is None else self._setup_on(device)
         groups, snapshot = restore.from_state_dict(setup, self.current, state_dict)
 
+        @torch.inference_mode(False)
         @torch.no_grad()
         def install() -> None:
             for group, new in zip(self.param_groups, groups, strict=True):

@@ -139,6 +139,8 @@ def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Ten
         for optimizer in state.optimizers:
             if not optimizer.begun:
                 optimizer.begin_step()
+            elif bucket.index() == 0:
+                optimizer.gradients.forget_clip()
     state.check_all_are_averaged(bucket)
     own = bucket.buffer().dtype
     owners = [state.owners.get(p) for p in bucket.parameters()]

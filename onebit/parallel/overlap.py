@@ -188,7 +188,8 @@ class Overlap:
         Ranks compare while the last replies are on their way: a number of the host, for which no device is waited."""
         assert self._asked is not None
         flight, phase = self._flight or self._start(), "comparing what has changed since backward (all-gather)"
-        own, found = torch.tensor([self._changed(flight)]), torch.empty((self._asked.size, 8), dtype=torch.uint8)
+        own = torch.tensor([self._changed(flight)], device="cpu")
+        found = torch.empty((self._asked.size, 8), dtype=torch.uint8, device="cpu")
         answers = self._asked.all_gather(found, own.view(torch.uint8)[None], phase)
         self._finish(flight)
         answers.wait()

@@ -15,6 +15,7 @@ from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, Block, Layout, Span
 from onebit.kernels.data.pointers import Pointers
+from onebit.kernels.data.upload import Upload
 from onebit.kernels.data.wire import Format
 from tests import oracle
 
@@ -251,3 +252,13 @@ def test_whole_numbers_finite_ones_and_names_are_told_from_what_only_looks_like_
     names = ("block", "tensor")
     assert all(is_one_of(value, names) for value in names)
     assert [value for value in ("blok", "", "bl", names, *OTHERS, *TRUTHS) if is_one_of(value, names)] == []
+
+
+def test_numbers_whose_copy_did_not_end_are_copied_the_next_time():
+    upload, out = Upload(), torch.zeros(2)
+    with torch.inference_mode():
+        refuses = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        upload.write([1.0, 2.0], refuses)
+    assert upload.write([1.0, 2.0], out) and out.tolist() == [1, 2]
+    assert not upload.write([1.0, 2.0], out)

@@ -5,6 +5,7 @@ import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,12 +14,24 @@ from torch import nn
 
 import onebit
 from onebit import FreezeRule
+from onebit.optim.snapshot import Part
 from tests import oracle
 from tests.collectives.work import logged
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import LambSimulation, Sized, as_numpy
-from tests.onebit.runs import Case, adamw_state, arrays, assert_message, bits, build, freezing_kinds, on_ranks, take
+from tests.onebit.runs import (
+    Case,
+    adamw_state,
+    arrays,
+    assert_message,
+    bits,
+    build,
+    freezing_kinds,
+    on_ranks,
+    snapshot,
+    take,
+)
 from tests.ranks import run_ranks
 
 
@@ -333,3 +346,20 @@ def test_a_model_without_elements_stays_in_stage_1():
         params[0].grad = torch.zeros(0)
         optimizer.step()
     assert not optimizer.compressing
+
+
+@freezing_kinds
+def test_after_a_freeze_that_did_not_end_a_state_has_to_be_loaded(kind):
+    case = Case(kind, options={"freeze_step": 3})
+    params, optimizer = started(case, 3)
+    state, before = snapshot(optimizer.state_dict()), bits(params)
+    with patch.object(Part, "start_reducer", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        take(case, 0, optimizer, params, 4)
+    for call in (optimizer.state_dict, optimizer.step):
+        with pytest.raises(ValueError, match="after a freeze that an error or an interrupt has ended"):
+            call()
+    assert bits(params) == before
+    optimizer.load_state_dict(state)
+    take(case, 0, optimizer, params, 4)
+    other, plain = started(case, 4)
+    assert plain.compressing and bits(params) == bits(other)

@@ -42,6 +42,25 @@ def test_a_default_dtype_changes_nothing(kind: str, scale: str) -> None:
     assert all(same(each, found[0]) for each in found)
 
 
+@kinds
+def test_inference_mode_changes_nothing(kind: str) -> None:
+    """Around what builds, loads or steps, and steps that are outside."""
+    case, ends = Case(kind, options={"freeze_step": 3}), []
+    for within in (True, False):
+        params = case.parameters()
+        with torch.inference_mode(within):
+            optimizer = case.build(params, LocalTransport())
+        run(case, 0, optimizer, params, 1, 2)
+        with torch.inference_mode(within):
+            optimizer.load_state_dict(optimizer.state_dict())
+        for step in range(3, 9):
+            give(case, params, step, 0)
+            with torch.inference_mode(within and step in (4, 7)):
+                optimizer.step()
+        ends.append(bits(params))
+    assert ends[0] == ends[1]
+
+
 @on_ranks(8)
 def test_a_process_group_that_was_made_later_is_found(rank: int) -> bytes:
     case = Case(options={"freeze_step": 3})

@@ -233,6 +233,22 @@ def test_state_is_of_whole_steps_and_resumes(rank: int, kind: str) -> bytes:
 
 
 @on_ranks(2)
+def test_a_default_device_changes_nothing(rank: int) -> bytes:
+    case, ends = Case(), []
+    for device in ("meta", "cpu"):
+        optimizer, params = build(case, overlap=True)
+        for step in range(1, 7):
+            optimizer.zero_grad()
+            backward(case, rank, params, step)
+            with torch.device(device):
+                optimizer.step()
+        assert optimizer.overlap.on
+        ends.append(bits(params))
+    assert ends[0] == ends[1]
+    return ends[0]
+
+
+@on_ranks(2)
 def test_an_error_of_the_thread_is_raised_by_step(rank: int) -> None:
     optimizer, params = build(Case(), overlap=True)
     for step in range(1, 6):
