@@ -6,7 +6,6 @@ changes a result: blocks are worked on alone, and what is summed over blocks is 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -42,8 +41,10 @@ def over_blocks(loop: Loop, span: Span, found: Mapping[str, Any], scratch_blocks
     runs = [
         (tiles.Run(cuts[i], cuts[i + 1], scratch.ctypes.data + i * size, *whole[3:]), *arguments) for i in range(parts)
     ]
-    waiting = [_submitted(loop, run, parts - 1, (scratch, found)) for run in runs[1:]]
+    waiting: list[Future[None]] = []
     try:
+        for run in runs[1:]:
+            waiting.append(_submitted(loop, run, parts - 1, (scratch, found)))
         loop(*runs[0])
         for future in waiting:
             future.result()
@@ -97,12 +98,27 @@ def _number(value: Any) -> float:
 
 def _submitted(loop: Loop, run: tuple[Any, ...], workers: int, memory: Any) -> Future[None]:
     """memory: what the loop reads and writes, which stays until it has ended, even if nobody waits for it."""
-    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-        return _threads(workers).submit(lambda _: loop(*run), memory)
-    loop(*run)
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
+    ended, work = Future[None](), [loop, run, memory]
+    try:
+        _threads(workers).submit(_run, ended, work)
+    except RuntimeError:  # the interpreter is shutting down, or no thread can start: then the pool has queued the work
+        if ended.cancel():
+            work.clear()
+            loop(*run)
+            ended = Future()
+            ended.set_result(None)
+    return ended
+
+
+def _run(ended: Future[None], work: list[Any]) -> None:
+    if ended.set_running_or_notify_cancel():
+        loop, run, _ = work
+        try:
+            loop(*run)
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
 
 
 def _threads(workers: int) -> ThreadPoolExecutor:

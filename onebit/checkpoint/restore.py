@@ -48,7 +48,7 @@ from onebit.checkpoint.schema import progress
 from onebit.collectives.reply import WAYS
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.layout import Layout, Span
-from onebit.optim.fields import FIRST_MOMENTUM, MASTER, RESIDUAL, Field
+from onebit.optim.fields import FIRST_MOMENTUM, JOINED, MASTER, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.held import clear_fields
 from onebit.optim.limit import USUAL
@@ -126,12 +126,21 @@ def from_state_dict(
     keys = chain.from_iterable(g["params"] for g in groups)
     params = chain.from_iterable(g["params"] for g in setup.groups)
     state = {p: state_dict["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
-    return restored(setup, current, state, groups[0].get(PROGRESS, {}), groups)
+    reached = groups[0].get(PROGRESS, {})
+    names = str(reached.get("fields")).split() if isinstance(reached, Mapping) else []
+    if JOINED.name in names and not any(JOINED.name in own for own in state.values()):
+        raise ValueError(
+            f"the state has no {JOINED.name}, with which it was saved: parameters were added to the run, and their "
+            f"variance would be frozen too small. torch fills only what this optimizer has: call onebit.make_room first"
+        )
+    return restored(setup, current, state, reached, groups)
 
 
 def adopted(setup: Setup, current: Snapshot, state: Mapping[Tensor, Saved]) -> Snapshot:
     """Where a run of stage 1 goes on from with `state`, which a user has put into `optimizer.state`."""
     check_states({p: own for p, own in state.items() if own})
+    for each in current.states:
+        each.take_over_writes()
     return restored(setup, current, state, progress(setup, current), setup.groups)[1]
 
 

@@ -64,6 +64,7 @@ def save(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Any]]:
     saved: dict[Tensor, dict[str, Any]] = {}
     for part in current.parts:
         state, messages, served = part.state, [], []
+        state.take_over_writes()
         if part.reducer is not None:
             messages, served = _messages(part.reducer), part.reducer.served_spans
         for i, p in enumerate(state.params):

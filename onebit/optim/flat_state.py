@@ -73,13 +73,14 @@ class FlatState:
         self._use(self._cut(1))
         self.parameters = Pointers(self.layout, self.device, self.dtype, "parameter")
         self.gradients = Pointers(self.layout, self.device, self.dtype, "gradient")
-        self._after_step: list[tuple[int, int]] = []  # of every parameter its version, and where it lies
+        self._after_step: list[tuple[int, int]] = []  # or a load, of every parameter its version, and where it lies
         self.fields: dict[str, Field] = {}
         self._tensors: dict[str, Tensor] = {}
         self.scratch: dict[str, Tensor] = {}  # what passes work in, made for the present layout
         self.master_is_current = False  # whether the master copy, and not the parameters, says where a run has come to
         if master_weights and self.dtype != torch.float32:
             self.add(MASTER)
+            self._after_step = list(map(_place_of, self.values_now()))
 
     @cached_property
     def held_indices(self) -> dict[int, Tensor]:
@@ -255,16 +256,20 @@ class FlatState:
         return [local(p.grad) for p in self.params if p.grad is not None]
 
     def bind_tensors(self) -> None:
-        """To the parameters and gradients as they lie now. What was written to a 16-bit parameter since the last step
-        (a mask, a clipped weight, other weights) is taken over into the master copy; other elements keep theirs."""
-        values = self.values_now()
-        self.parameters.bind_tensors(self.stored(values))
-        if MASTER.name in self:
-            for i, (p, before) in enumerate(zip(values, self._after_step, strict=False)):
-                if _place_of(p) != before:
-                    master = self.view(MASTER.name, i)
-                    master.copy_(torch.where(master.to(p.dtype) == p.detach(), master, p.detach().float()))
+        """To the parameters and gradients as they lie now."""
+        self.parameters.bind_tensors(self.stored(self.values_now()))
+        self.take_over_writes()
         self.gradients.bind_tensors(self.stored(self.gradients_now()))
+
+    def take_over_writes(self) -> None:
+        """What was written to a 16-bit parameter since the last step or load (a mask, a clipped weight, other weights)
+        goes into the master copy; other elements keep theirs. Before anything reads that copy."""
+        if MASTER.name in self:
+            for i, (p, before) in enumerate(zip(self.values_now(), self._after_step, strict=True)):
+                master = self.view(MASTER.name, i)
+                if _place_of(p) != before and (p.dtype, p.shape, p.is_meta) == (self.dtype, master.shape, False):
+                    now = p.detach().to(self.device)
+                    master.copy_(torch.where(master.to(self.dtype) == now, master, now.float()))
 
     def release_gradients(self) -> None:
         """Keep no gradient alive until the next step."""

@@ -114,6 +114,8 @@ class Snapshot:
             )
         for group in setup.groups:
             check_parameters(group["params"])
+        for old in before.states if before else []:
+            old.take_over_writes()
         states = setup.flat_states()
         known = {p: (old, i) for old in (before.states if before else []) for i, p in enumerate(old.params)}
         for state in states:

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,3 +71,36 @@ def test_a_thread_holds_the_memory_of_its_pass(span, monkeypatch):
     while len(slow.ended) < 2 and time.monotonic() < end:
         threading.Event().wait(0.05)
     assert slow.ended == [True, True]
+
+
+def test_where_no_thread_can_start_every_block_is_worked_on_once(span, monkeypatch):
+    """A limit of processes, say. What the pool has in its queue is not done later, over memory that others have."""
+    done, start, limit = [], threading.Thread.start, [0]
+    slow = Slow(0.0, lambda: done.append(0))
+
+    def refuse(thread):
+        if limit[0] == 0:
+            raise RuntimeError("can't start new thread")
+        limit[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threads, "_pool", None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for limit[0] in (0, 1, 2):
+        before = len(done), len(slow.ended)
+        threads.over_blocks(slow, span, span.arguments(torch.device("cpu")))
+        time.sleep(0.1)
+        assert (len(done) - before[0], len(slow.ended) - before[1]) == (1, 2)
+
+
+def test_a_pass_that_is_interrupted_while_its_threads_get_their_work_waits_for_them_too(span, monkeypatch):
+    slow, submit, calls = Slow(0.2, lambda: None), ThreadPoolExecutor.submit, []
+
+    def interrupted(*args):
+        calls.append(args)
+        return submit(*args) if len(calls) == 1 else interrupt()
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        threads.over_blocks(slow, span, span.arguments(torch.device("cpu")))
+    assert len(slow.ended) == 1

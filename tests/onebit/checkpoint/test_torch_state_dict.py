@@ -77,6 +77,25 @@ def test_a_flattened_state_of_another_stage_needs_room(kind, steps, there):
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
 
 
+def test_a_flattened_state_of_a_run_to_which_a_parameter_was_added_needs_room():
+    """torch leaves out that it was, and the freeze would not know."""
+    case = Case(shapes=((40,), (33,)), groups=TWO_GROUPS, options={"freeze_step": 4})
+    params = case.parameters()
+    optimizer = case.but(groups=({},)).build(params[:1])
+    for step in range(1, 4):
+        if step == 3:
+            optimizer.add_param_group({**TWO_GROUPS[1], "params": params[1:]})
+        take(case, 0, optimizer, params, step)
+    carried = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=FLATTENED))
+    again, other = trained(case, 0, 0)
+    states.set_parameters(again, params)
+    with pytest.raises(ValueError, match="the state has no joined_after_step, with which it was saved"):
+        tools.set_optimizer_state_dict(Holder(again), other, snapshot(carried), options=FLATTENED)
+    onebit.make_room(carried, Holder(again), other)
+    tools.set_optimizer_state_dict(Holder(again), other, carried, options=FLATTENED)
+    states.assert_go_on_alike(case, 0, (params, optimizer), (again, other), 4, 6)
+
+
 def test_what_an_optimizer_has_beside_a_full_state_is_not_loaded_with_it():
     """torch puts the two together. Here one had elements without a variance, and LAMB a field for them."""
     case = Case("OneBitLamb", options=FREEZE)

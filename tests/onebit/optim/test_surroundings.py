@@ -139,6 +139,35 @@ def test_a_16_bit_parameter_that_lies_elsewhere_is_read_again() -> None:
 
 
 @kinds
+@pytest.mark.parametrize("what", ["a group is added", "it is saved", "it was loaded", "its state is put in place"])
+def test_what_is_written_between_two_steps_is_kept_whatever_comes_between(kind: str, what: str) -> None:
+    """Weights are clipped after each step, as a critic's."""
+    ends = []
+    for between in (False, True):
+        p, later = (nn.Parameter(torch.full((n,), 2.0, dtype=torch.bfloat16)) for n in (64, 33))
+        optimizer = build(kind, [p])
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        if what == "it was loaded" and between:
+            optimizer.load_state_dict(snapshot(optimizer.state_dict()))
+        with torch.no_grad():
+            p[:32].clamp_(-0.5, 0.5)
+        if what == "a group is added" and between:
+            optimizer.add_param_group({"params": [later]})
+        elif what == "it is saved" and between:
+            state, p = snapshot(optimizer.state_dict()), nn.Parameter(p.detach().clone())
+            optimizer = build(kind, [p])
+            optimizer.load_state_dict(state)
+        elif what == "its state is put in place" and between:
+            optimizer.state[p] = {**optimizer.state[p], "exp_avg": optimizer.state[p]["exp_avg"].clone()}
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert (p[:32] < 0.6).all() and (p[32:] > 1.8).all()
+        ends.append((bits([p]), optimizer.state[p]["master"].clone()))
+    assert same(*ends)
+
+
+@kinds
 @on_ranks(2)
 def test_a_model_of_two_dtypes_is_two_models(rank: int, kind: str) -> bytes:
     """In one optimizer, and in one for each."""
