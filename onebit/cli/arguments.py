@@ -27,7 +27,7 @@ class CommandError(Exception):
 
 def number_of(text: str) -> float:
     """0.5, 340e6, 340M, 1.3b; nan for what is no number."""
-    match = re.fullmatch(r"([\d_]*\.?\d+)(?:e([+-]?\d{1,9}))?([kmgbt]?)", text.strip().lower())
+    match = re.fullmatch(r"((?:\d+(?:_\d+)*)?\.?\d+)(?:e([+-]?\d{1,9}))?([kmgbt]?)", text.strip().lower())
     return (
         float(f"{match[1]}e{int(match[2] or 0) + EXPONENTS[match[3]]}") if match else math.nan
     )  # 1.07 * 1e9 is rounded

@@ -141,7 +141,7 @@ class OneBitOptimizer(Progress):
             self.coming = step = self.overlap.sent(step)
             gradients.set_scale(getattr(self, "grad_scale", None), getattr(self, "found_inf", None), setup, current)
             flags = step.average_and_check()
-            self.after_step += warnings_of_skips(setup, current)
+            self.after_step += warnings_of_skips(setup, current, gradients.hyper)
             step.move(gradients.write_hyper(setup, current), flags)
             report_to_scaler(self, flags)
             self.after_step += self.pay_off.due(step.timed_as, setup, current, self.averaged_in_backward)

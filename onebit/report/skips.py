@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from onebit.collectives.agreement import listed
 from onebit.collectives.transport.protocol import all_gather_values
-from onebit.kernels.data.hyper import LARGEST
+from onebit.kernels.data.hyper import LARGEST, Hyper
 from onebit.kernels.streams import capturing
 from onebit.optim.flat_state import FlatState
 from onebit.optim.options import LARGEST_FLOAT
@@ -29,14 +30,14 @@ _GROWTH = (
 )
 
 
-def warnings_of_skips(setup: Setup, current: Snapshot) -> list[Callable[[], None]]:
+def warnings_of_skips(setup: Setup, current: Snapshot, hyper: Tensor) -> list[Callable[[], None]]:
     """What is due when the step is over, of what is read one step late, with the gradients of this one: which rank it
-    is shows in them."""
+    is shows in them. hyper: with which they were looked at."""
     if capturing(setup.device):
         return []
     stages, due = current.stages, []
     if stages.skipped_in_a_row in WARNED_AFTER:
-        due += _of_skipped(setup, current.states, stages.skipped_in_a_row)
+        due += _of_skipped(setup, current.states, hyper, stages.skipped_in_a_row)
     if stages.left_out_in_a_row in WARNED_AFTER:
         due.append(partial(warn, f"this rank has left out {stages.left_out_in_a_row} local steps in a row: {_LOOK}"))
     if stages.shortened_in_a_row == SHORTENED_FOR and setup.topology.everyone.rank == 0:
@@ -44,11 +45,14 @@ def warnings_of_skips(setup: Setup, current: Snapshot) -> list[Callable[[], None
     return due
 
 
-def _of_skipped(setup: Setup, states: Sequence[FlatState], in_a_row: int) -> list[Callable[[], None]]:
+def _of_skipped(setup: Setup, states: Sequence[FlatState], hyper: Tensor, in_a_row: int) -> list[Callable[[], None]]:
     """After so many skipped steps in a row. A collective call, in which the host waits for the device."""
     grads = [(p, g) for state in states for p, g in zip(state.params, state.gradients_now(), strict=True)]
     sizes = [0.0 if g is None or not g.numel() else float(torch.linalg.vector_norm(g, torch.inf)) for _, g in grads]
-    own = [next((i for i, size in enumerate(sizes) if not size <= most), -1) for most in (LARGEST_FLOAT, LARGEST)]
+    factors = hyper[:, Hyper._fields.index("grad_scale")].tolist()
+    read = [size * factors[g] for size, g in zip(sizes, (g for state in states for g in state.groups), strict=True)]
+    of_both = ((sizes, LARGEST_FLOAT), (read, LARGEST))
+    own = [next((i for i, size in enumerate(each) if not size <= most), -1) for each, most in of_both]
     everyone, phase = setup.topology.everyone, "looking for gradients that are not finite (all-gather of two numbers)"
     first = torch.tensor(own, dtype=torch.int64, device=setup.device)
     not_finite, too_large = all_gather_values(everyone, first, phase).T.tolist()

@@ -14,7 +14,7 @@ import torch
 from onebit.cli import main as cli
 from onebit.cli import tune
 from onebit.cli.arguments import pick_device, whole_number, whole_number_from
-from onebit.cli.plan.options import count
+from onebit.cli.plan.options import count, number
 from onebit.cli.progress import Progress
 from onebit.collectives.chunking import candidates
 from onebit.kernels.data.layout import BLOCK_SIZE
@@ -187,6 +187,9 @@ def test_numbers():
     for text in ("-1", "1025", "2**11", "2**", "2**2**2", "2**999", "1.5", "1.5b", "1e999", "", "many"):
         with pytest.raises(argparse.ArgumentTypeError, match="from 0 to 1,024"):
             read(text)
+    for text in ("_1", "1_", "1__0", "1_.5", "-1", "1e", "."):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"write 0[.]5, 340e6, 1[.]3b"):
+            number(text)
 
 
 def test_the_installed_command(capsys):

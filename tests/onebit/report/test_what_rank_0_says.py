@@ -55,6 +55,20 @@ def test_so_is_one_whose_gradients_are_finite_and_too_large(rank):
 
 
 @on_ranks(2)
+def test_scaled_gradients_are_too_large_by_what_they_are_without_the_scale(rank):
+    case = Case(shapes=((7, 9), (33,)), options={"freeze_step": 2})
+    params, optimizer = started(case, 3, rank, 2)
+    with on_warnings() as texts:
+        for _ in range(4):
+            for p, size in zip(params, ((2.0**41, 1.0), (1.0, 2.0**57))[rank], strict=True):
+                p.grad = torch.full_like(p, size)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**16), torch.tensor(0.0)
+            optimizer.step()
+    assert optimizer.skipped_steps == 4 and len(texts) == (rank == 0)
+    assert rank > 0 or "beyond 2^40 on rank 1; the first is that of 1" in texts[0]
+
+
+@on_ranks(2)
 def test_a_rank_that_leaves_out_its_local_steps_says_so(rank):
     options = {"var_update_scaler": 1, "var_freeze_step": 2, "local_step_scaler": 2, "local_step_clipper": 8}
     case = Case("ZeroOneAdam", options=options, bad=tuple((step, 1, float("inf")) for step in range(20, 30)))
