@@ -109,8 +109,7 @@ class Lamb(Adam):
     def _coefficients_of_wholes(self, state: FlatState, average: Tensor, flags: Tensor) -> None:
         """c and c_avg once more, from the norms of whole parameters. average: c_avg before the step."""
         lamb, taken = _lamb_state(state), flags == 0
-        squares = torch.zeros((2, len(state.params)), dtype=torch.float64, device=state.device)
-        squares.index_add_(1, _owner(state), lamb.partial.double())
+        squares = torch.stack([state.of_parameters(by_block) for by_block in lamb.partial])  # in one order on all ranks
         x, u = state.add_parts(squares).sqrt().float()
         c = torch.where((x > 0) & (u > 0), (x / u).clamp(self.min_coeff, self.max_coeff), 1.0)
         lamb.coefficient.copy_(torch.where(taken, c, lamb.coefficient))
