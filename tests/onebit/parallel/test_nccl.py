@@ -6,9 +6,6 @@ changes nothing, DDP comes to what a plain loop comes to, and no step makes the 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from tests.limits import HUNG
+from tests.onebit.parallel.one_gpu import FREEZE, STEPS, join, needs_gpu, no_waits
 from tests.onebit.runs import bits
 from tests.ranks import run_ranks_once
-
-STEPS, FREEZE = 9, 3
-QUIET = (7, 8, 9)  # steps in which nothing is tuned or frozen any more
-ALONE = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def model(device: str) -> nn.Module:
@@ -39,18 +31,6 @@ def loss_of(net: nn.Module, step: int, rank: int, device: str) -> Tensor:
     data = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(16, 33, generator=data).to(device)
     return ((net(x) - x.sum(1, keepdim=True).tanh()) ** 2).mean()
-
-
-@contextmanager
-def no_waits(step: int, device: str) -> Iterator[None]:
-    """On a GPU a wait for the device in here is an error."""
-    if device == "cuda" and step in QUIET and dist.get_backend() == "nccl":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def way(
@@ -100,12 +80,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str) -> dict[str, bytes] | None:
     """Of each way the bits of the parameters, over a group made as `start` says; None on a rank that is not in it."""
-    if device == "cuda":
-        os.environ |= {"NCCL_HOSTID": f"r{rank}", **ALONE}
-        torch.cuda.set_device(0)
-    dist.destroy_process_group()
-    named = {"no backend named": None, "cpu:gloo": "gloo"}.get(start, "nccl" if device == "cuda" else "gloo")
-    dist.init_process_group(named, init_method=f"file://{path}", rank=rank, world_size=size)
+    join(rank, size, device, start, path)
     members, group = [*range(size)], None
     if start == "some of the ranks":
         group = dist.new_group(members := [0, size - 1])
