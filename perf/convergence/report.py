@@ -32,6 +32,7 @@ from perf.convergence.records import (
     main_runs,
     sweep_runs,
 )
+from perf.convergence.runs import full_step_bytes
 from perf.convergence.tasks import LOSS, Task
 from perf.records import read_record
 from perf.tables import markdown
@@ -158,7 +159,7 @@ def reduction(record: Record, bits: int, padding: bool = True) -> tuple[float, f
     """
     config, numel = record["config"], record["elements"]
     w = record["uncompressed_steps"] / config["steps"]
-    full = 2 * (config["ranks"] - 1) / config["ranks"] * bits / 8 * numel
+    full = full_step_bytes(numel, config["ranks"], bits)
     compressed = record["compressed_bytes"] * (1 if padding else numel / record["padded"])
     sent = full * record["uncompressed_steps"] + compressed
     return volume.formula(w, bits), full * config["steps"] / sent

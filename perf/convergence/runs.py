@@ -59,11 +59,16 @@ def enlarge_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
     torch._foreach_mul_([p.grad for group in optimizer.param_groups for p in group["params"]], factor)
 
 
-def build(run: Run, model: nn.Module, transport: Transport) -> torch.optim.Optimizer:
-    """Outside DDP: each averages gradients itself as long as it does not compress."""
+def build(
+    run: Run,
+    model: nn.Module,
+    transport: Transport,
+    betas: tuple[float, float] = Task.betas,
+    apart: Sequence[nn.Parameter] = (),
+) -> torch.optim.Optimizer:
+    """Outside DDP: each averages gradients itself as long as it does not compress. apart: what is never compressed."""
     params = list(model.parameters())
-    beta1, beta2 = TASKS[run.task].betas
-    betas = (BETA1.get(run.variant, beta1), beta2)
+    betas = (BETA1.get(run.variant, betas[0]), betas[1])
     plainly: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY, "betas": betas}
     common = {**plainly, "process_group": transport}
     freeze_step = FreezeRule(window=max(1, run.steps // 20)) if run.freeze == "auto" else run.freeze
@@ -77,9 +82,8 @@ def build(run: Run, model: nn.Module, transport: Transport) -> torch.optim.Optim
             options = OPTIONS[variant]
             if "local_step_clipper" in options:
                 options = options | {name: round(share * run.steps) for name, share in LOCAL.items()}
-            apart = TASKS[run.task].last_layer(model) if variant in LAST_LAYER else []
             own = {id(p) for p in apart}
-            groups = [{"params": [p for p in params if id(p) not in own]}, {"params": apart, "compress": False}]
+            groups = [{"params": [p for p in params if id(p) not in own]}, {"params": [*apart], "compress": False}]
             return ZeroOneAdam(groups, **common, chunks=1, **options)
         case variant if variant in OPTIONS:
             return OURS[family_of(variant)](params, **staged, **OPTIONS[variant])
@@ -96,6 +100,11 @@ def build(run: Run, model: nn.Module, transport: Transport) -> torch.optim.Optim
         case "lamb_basic":
             return LambBasic1Bit(params, **staged, reply=1, norm="l1")
     raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")
+
+
+def build_part(run: Run, task: Task, part: nn.Module, transport: Transport) -> torch.optim.Optimizer:
+    """As the task has it."""
+    return build(run, part, transport, task.betas, task.last_layer(part) if run.variant in LAST_LAYER else ())
 
 
 def sends(optimizer: torch.optim.Optimizer) -> Literal["uncompressed", "compressed", "nothing"]:
@@ -142,7 +151,7 @@ def train(run: Run, prepared: Prepared, model: nn.Module, transport: Transport, 
     """The record of a run."""
     task = TASKS[run.task]
     with BUILDING:
-        optimizers = [build(run, part, transport) for part in task.parts(model)]
+        optimizers = [build_part(run, task, part, transport) for part in task.parts(model)]
     optimizer = optimizers[0]
     for each in optimizers if run.event else ():
         each.register_step_pre_hook(lambda each, *_: enlarge_gradients(each, event_factor(run, step)))
@@ -200,11 +209,7 @@ def volume(
 ) -> dict[str, Any]:
     """Elements, and those that blocks of their own make of them; bytes that a rank has sent in compressed steps."""
     numels = [p.numel() for part in parts for p in part.parameters()]
-    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, OneBitOptimizer)]
-    apart = sum(sum(state.numels) for optimizer in ours for state in optimizer.current.uncompressed)
-    own = float(sum(getattr(optimizer, "wire_bytes", 0) for optimizer in optimizers))
-    own += (run.steps - uncompressed) * apart * 4 * 2 * (run.ranks - 1) / run.ranks
-    sent = mean_over_ranks([own], transport)[0] if run.ranks > 1 else 0.0
+    sent = compressed_bytes(optimizers, run.steps - uncompressed, transport) if run.ranks > 1 else 0.0
     return {
         "elements": sum(numels),
         "padded": sum(math.ceil(n / WORD) * WORD for n in numels),
@@ -213,3 +218,16 @@ def volume(
         "compressed_bytes": sent,
         "skipped_steps": int(sum(getattr(optimizer, "skipped_steps", 0) for optimizer in optimizers)),
     }
+
+
+def compressed_bytes(optimizers: Sequence[torch.optim.Optimizer], steps: int, transport: Transport) -> float:
+    """What a rank has sent in compressed steps, of which there were so many: the mean over ranks."""
+    ours = [optimizer for optimizer in optimizers if isinstance(optimizer, OneBitOptimizer)]
+    apart = sum(sum(state.numels) for optimizer in ours for state in optimizer.current.uncompressed)
+    own = float(sum(getattr(optimizer, "wire_bytes", 0) for optimizer in optimizers))
+    return mean_over_ranks([own + steps * full_step_bytes(apart, transport.size)], transport)[0]
+
+
+def full_step_bytes(elements: int, ranks: int, bits: int = 32) -> float:
+    """What a rank sends where numbers of so many bits are averaged by a ring all-reduce."""
+    return elements * bits / 8 * 2 * (ranks - 1) / ranks

@@ -11,11 +11,9 @@ under --out; those there are skipped, so that a study that was interrupted goes 
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from perf.convergence.records import load, record_path
 from perf.convergence.report import report
 from perf.convergence.runs import Show, train
 from perf.convergence.tasks import Prepared
-from perf.convergence.virtual import run_ranks
+from perf.convergence.virtual import one_thread_a_rank, run_ranks
 from perf.records import RESULTS, load_average, machine, write_record
 
 QUICK = {"tasks": ["quick"], "sweeps": [MAIN], "seeds": 2, "out": Path("build/convergence")}
@@ -85,25 +83,11 @@ class Study:
 
 def launch(run: Run, data: Path, show: Show) -> Mapping[str, Any]:
     """Rank 0's record; `data` is a file that torch.save made of Prepared's fields."""
-    with _one_thread_a_rank():
+    with one_thread_a_rank():
         prepared = Prepared(**torch.load(data, mmap=True, weights_only=True))
         torch.manual_seed(run.seed)
         model = TASKS[run.task].model(prepared).train()
         return run_ranks(run.ranks, lambda rank: train(run, prepared, deepcopy(model), rank, show))[0]
-
-
-@contextmanager
-def _one_thread_a_rank() -> Iterator[None]:
-    threads, quiet = torch.get_num_threads(), os.environ.get("ONEBIT_QUIET")
-    torch.set_num_threads(1)
-    os.environ["ONEBIT_QUIET"] = "1"
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        os.environ.pop("ONEBIT_QUIET")
-        if quiet is not None:
-            os.environ["ONEBIT_QUIET"] = quiet
 
 
 def main(argv: Sequence[str] | None = None) -> int:

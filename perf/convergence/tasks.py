@@ -108,14 +108,14 @@ class LanguageModel(Task):
 
     def prepare(self, given: Path | None) -> Prepared:
         text = data.python_text() if self.text == "python" else data.prose(given)
-        windows = torch.from_numpy(_windows(data.tokenize([text], self.vocabulary), self.length))
-        train, valid = data.spans(len(windows), every=20, length=64)
+        cut = torch.from_numpy(windows(data.tokenize([text], self.vocabulary), self.length).astype(np.int16))
+        train, valid = data.spans(len(cut), every=20, length=64)
         valid = valid[:: -(-len(valid) // self.held_out)]
         about = (
-            f"{len(text) / 1e6:.1f} million characters, {windows.numel() / 1e6:.1f} million tokens of a vocabulary of "
+            f"{len(text) / 1e6:.1f} million characters, {cut.numel() / 1e6:.1f} million tokens of a vocabulary of "
             f"{self.vocabulary}; validation on {len(valid):,} windows of {self.length}, from spans that are held out"
         )
-        return Prepared((windows[train],), (windows[valid],), about)
+        return Prepared((cut[train],), (cut[valid],), about)
 
     def model(self, prepared: Prepared) -> nn.Module:
         heads = self.width // 32
@@ -141,8 +141,8 @@ class Images(Task):
         return F.cross_entropy(logits, labels), (logits.argmax(1) == labels).float().mean()
 
 
-def _windows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """int16 [n, length + 1]; each window's last token is the next one's first."""
+def windows(tokens: np.ndarray, length: int) -> np.ndarray:
+    """[n, length + 1]; each window's last token is the next one's first."""
     n = (len(tokens) - 1) // length
     heads = tokens[: n * length].reshape(n, length)
-    return np.concatenate([heads, tokens[length : n * length + 1 : length, None]], 1).astype(np.int16)
+    return np.concatenate([heads, tokens[length : n * length + 1 : length, None]], 1)

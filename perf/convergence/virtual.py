@@ -2,13 +2,19 @@
 
 They run the real passes and send the real messages, so that 32 ranks fit a machine of two cores. A sum is that of rank
 0, rank 1, ... in this order.
+
+On a GPU the threads have one stream in common, torch's default one. What a rank hands over is in the stream before it
+comes to the meeting, and what the others read of it goes into the stream after the meeting: the device does both in
+this order, and no event has to say so.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -24,9 +30,24 @@ HUNG = 900.0  # seconds that a rank waits for the others
 class _Meeting:
     """Where ranks hand tensors to each other: all come before one reads, all have read before one goes on."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, turns: bool) -> None:
         self.barrier = threading.Barrier(size, timeout=HUNG)
         self.handed: list[Tensor] = [torch.empty(0)] * size
+        self._turn = threading.Lock() if turns else None
+
+    def turn(self) -> AbstractContextManager[object]:
+        """What a rank holds while it computes, if ranks take turns."""
+        return self._turn or nullcontext()
+
+    def wait_for_all(self) -> None:
+        if self._turn is None:
+            self.barrier.wait()
+            return
+        self._turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self._turn.acquire()
 
 
 class VirtualRank(LocalTransport):
@@ -54,7 +75,7 @@ class VirtualRank(LocalTransport):
         raise NotImplementedError("virtual ranks are one group: no two levels")
 
     def wait_for_all(self) -> None:
-        self._meeting.barrier.wait()
+        self._meeting.wait_for_all()
 
     def _exchange(self, sent: Tensor, read: Callable[[Sequence[Tensor]], object]) -> Work:
         self._meeting.handed[self.rank] = sent
@@ -64,15 +85,19 @@ class VirtualRank(LocalTransport):
         return Done()
 
 
-def run_ranks(size: int, work: Callable[[VirtualRank], Result]) -> list[Result]:
-    """What `work` returned on each rank. RankFailed where one fails or leaves the others waiting: all end."""
-    meeting = _Meeting(size)
+def run_ranks(size: int, work: Callable[[VirtualRank], Result], turns: bool = False) -> list[Result]:
+    """What `work` returned on each rank. RankFailed where one fails or leaves the others waiting: all end.
+
+    turns: one rank computes at a time, from one collective to its next.
+    """
+    meeting = _Meeting(size, turns)
     results: dict[int, Result] = {}
     failed: list[str] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(VirtualRank(rank, size, meeting))
+            with meeting.turn():
+                results[rank] = work(VirtualRank(rank, size, meeting))
         except threading.BrokenBarrierError:
             pass  # another rank's error says why
         except BaseException:
@@ -91,3 +116,18 @@ def run_ranks(size: int, work: Callable[[VirtualRank], Result]) -> list[Result]:
     if len(results) < size:
         raise RankFailed("\n".join(failed) or "ranks did not come to the same collectives")
     return [results[rank] for rank in range(size)]
+
+
+@contextmanager
+def one_thread_a_rank() -> Iterator[None]:
+    """A context in which torch computes in the thread that calls it, and optimizers log nothing."""
+    threads, quiet = torch.get_num_threads(), os.environ.get("ONEBIT_QUIET")
+    torch.set_num_threads(1)
+    os.environ["ONEBIT_QUIET"] = "1"
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.pop("ONEBIT_QUIET")
+        if quiet is not None:
+            os.environ["ONEBIT_QUIET"] = quiet

@@ -20,7 +20,7 @@ from perf.convergence import data, gan, records, report, study, virtual
 from perf.convergence.data import DataMissing
 from perf.convergence.models import ResNet8
 from perf.convergence.plan import BETA1, LAST_LAYER, MAIN, ONE_SEED, SWEEPS, TASKS, VARIANTS, Run, plan
-from perf.convergence.runs import batch_of, build, enlarge_gradients, event_factor, lr_at, share
+from perf.convergence.runs import batch_of, build_part, enlarge_gradients, event_factor, lr_at, share
 from perf.convergence.tasks import Prepared
 from perf.convergence.virtual import run_ranks as run_virtual_ranks
 from perf.lab.processes import RankFailed
@@ -322,7 +322,7 @@ def test_samples_are_held_against_real_images():
 def test_both_models_train_each_with_its_optimizer(variant, beta1):
     given, run = prepared(), Run.standard("gan", variant, 0)
     model = GAN.model(given).train()
-    optimizers = [build(run, part, ALONE) for part in GAN.parts(model)]
+    optimizers = [build_part(run, GAN, part, ALONE) for part in GAN.parts(model)]
     owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
     assert owned == [{id(p) for p in part.parameters()} for part in (model.discriminator, model.generator)]
     assert all(group["betas"] == (beta1, 0.999) for o in optimizers for group in o.param_groups)
@@ -343,7 +343,7 @@ def test_every_variant_of_the_plan_is_built_with_its_options(task):
     for run in plan([task], [MAIN], 1):
         if run.variant in LAST_LAYER:
             continue
-        (group, *_) = build(run, model, ALONE).param_groups
+        (group, *_) = build_part(run, TASKS[task], model, ALONE).param_groups
         assert group["betas"][0] == BETA1.get(run.variant, TASKS[task].betas[0]), run.variant
         assert (group["lr"], group["weight_decay"]) == (run.lr, 0.01)
 
