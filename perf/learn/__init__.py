@@ -1,0 +1,1 @@
+"""GPT-2 small learns from scratch: each optimizer on 8 ranks that share a GPU."""

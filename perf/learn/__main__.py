@@ -1,0 +1,7 @@
+"""python -m perf.learn"""
+
+import sys
+
+from perf.learn.command import main
+
+sys.exit(main())
