@@ -159,7 +159,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for name, took in files.most_common(10):
             terminalreporter.write_line(f"{took:7.1f} s  {name}")
         terminalreporter.write_line(f"{sum(files.values()):7.1f} s  of all {len(files)}")
-        for line in full.outdated():
-            terminalreporter.write_line(line)
+        if due := full.summary():
+            terminalreporter.write_line(due)
     if config.getoption("--write-seconds"):
         schedule.write(schedule.spread(seconds, shared))

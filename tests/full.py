@@ -3,14 +3,13 @@
     python -m tests.full            the commands, and how each ended last
     python -m tests.full fuzz aot   runs some, one after the other, and writes tests/full.json
 
-A record that is older than the code it covers is named at the end of every run of the tests.
+The last line of every run of the tests names those whose record is missing or older than the code it covers.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import json
 import subprocess
 import sys
@@ -81,15 +80,17 @@ def run(name: str) -> bool:
     return status == 0
 
 
-@functools.cache
-def outdated() -> list[str]:
-    """A line for each command whose last run failed or was of other code than there is now."""
-    lines, known = [], records()
-    for name, command in COMMANDS.items():
-        why = _why_again(known.get(name), command)
-        if why:
-            lines.append(f"{name} {why}: python -m tests.full {name}")
-    return lines
+def outdated() -> dict[str, str]:
+    """Why a command is due, by its name: its last run failed or was of other code than there is now."""
+    known = records()
+    found = {name: _why_again(known.get(name), command) for name, command in COMMANDS.items()}
+    return {name: why for name, why in found.items() if why}
+
+
+def summary() -> str:
+    """One line that names all that are due; empty if none is."""
+    due = ", ".join(outdated())
+    return due and f"not passed on this code: {due} (why: python -m tests.full; to run: python -m tests.full NAME)"
 
 
 def _why_again(record: Record | None, command: Command) -> str:
@@ -117,7 +118,8 @@ def main() -> int:
             record = records().get(name)
             last = f"{record.result} on {record.date}, {record.commit}, {record.seconds} s" if record else "never run"
             print(f"{name:10} {command.about}: {last}")
-        print(*outdated(), sep="\n")
+        for name, why in outdated().items():
+            print(f"{name} {why}: python -m tests.full {name}")
     passed = [run(name) for name in names]
     return int(not all(passed))
 
