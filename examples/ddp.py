@@ -40,7 +40,9 @@ def main(folder: Path | None, steps: int = 300) -> None:
         if folder and (step + 1) % 100 == 0:
             onebit.save(folder / f"step-{step + 1:09}", model, optimizer, extra={"step": step + 1})
 
-    if dist.get_rank() == 0 and done < steps:
+    if dist.get_rank() == 0 and done >= steps:
+        print(f"the run in {folder} is finished, after {done} steps: for a new one remove the folder or name another")
+    elif dist.get_rank() == 0:
         found = optimizer.report().numbers()
         sent, dense = found["onebit/sent_bytes"], found["onebit/sent_bytes_by_fp32"]
         print(f"loss {loss.item():.4f}; sent {sent:,.0f} bytes where a fp32 ring sends {dense:,.0f}")

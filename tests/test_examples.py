@@ -45,12 +45,16 @@ def start(rank: int, size: int, example: str, port: int, each: int, *arguments: 
     return printed.getvalue()
 
 
-def run(example: str, ranks: int, each: int, *arguments: str) -> str:
-    """It has learned, and sent so many times less than fp32."""
+def printed_by_rank_0(example: str, ranks: int, each: int, *arguments: str) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    printed = run_ranks_once(ranks, start, (str(FOLDER / example), port, each, *arguments))[0]
+    return run_ranks_once(ranks, start, (str(FOLDER / example), port, each, *arguments))[0]
+
+
+def run(example: str, ranks: int, each: int, *arguments: str) -> str:
+    """It has learned, and sent so many times less than fp32."""
+    printed = printed_by_rank_0(example, ranks, each, *arguments)
     ((loss, sent, dense),) = re.findall(r"loss ([\d.]+); sent ([\d,]+) bytes where a fp32 ring sends ([\d,]+)", printed)
     assert float(loss) < 0.15
     assert 0 < int(sent.replace(",", "")) < int(dense.replace(",", "")) / TIMES.get(example, 20)
@@ -77,7 +81,10 @@ def test_an_example_runs_on_a_gpu(example: str) -> None:
 
 
 def test_the_example_with_ddp_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    """With nothing to do it says so, and how to start anew."""
     first = run("ddp.py", 2, 2, str(tmp_path))
+    ended = printed_by_rank_0("ddp.py", 2, 2, str(tmp_path))
+    assert f"the run in {tmp_path} is finished, after 300 steps: for a new one" in ended and "loss" not in ended
     shutil.rmtree(tmp_path / "step-000000300")
     again = run("ddp.py", 2, 2, str(tmp_path))
     assert "Stage 2 begins" in first and "Stage 2 begins" not in again
