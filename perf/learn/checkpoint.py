@@ -20,14 +20,14 @@ State = dict[str, Any]
 
 
 class Checkpoint:
-    """Of a run with this config on so many ranks."""
+    """Keeps the states of a run with this config on so many ranks."""
 
     def __init__(self, path: Path, config: Mapping[str, Any], ranks: int) -> None:
         self.path, self._config = path, config
         self._states: list[State | None] = [None] * ranks
 
     def read(self) -> bool:
-        """Whether there is one: `take` then gives each rank its state. ValueError where it is of other settings."""
+        """Look for the file. If it is there, `take` gives each rank its state. ValueError if it has other settings."""
         if not self.path.exists():
             return False
         found = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
@@ -37,13 +37,13 @@ class Checkpoint:
         return True
 
     def take(self, rank: int) -> State:
-        """What the rank has saved, as a copy: what was equal on all ranks would be one tensor for all."""
+        """Return a copy of what the rank has saved: a tensor that was equal on all ranks is one tensor in the file."""
         state, self._states[rank] = deepcopy(self._states[rank]), None
         assert state is not None
         return state
 
     def save(self, state: State, transport: VirtualRank) -> None:
-        """A collective call, between two steps."""
+        """Write what all ranks give: a collective call, between two steps."""
         rank, states = transport.rank, self._states
         states[rank] = state
         transport.wait_for_all()
@@ -63,7 +63,7 @@ class Checkpoint:
 
 
 def with_tensors_of(other: Any, own: Any) -> Any:
-    """`own`, with the tensors of `other` in the place of equal ones."""
+    """Return `own` with the tensors of `other` in the place of equal ones."""
     if isinstance(own, Mapping) and isinstance(other, Mapping):
         return {key: with_tensors_of(other.get(key), value) for key, value in own.items()}
     if isinstance(own, Sequence) and isinstance(other, Sequence) and len(own) == len(other) and type(own) is not str:

@@ -46,7 +46,7 @@ IN_REHEARSAL = {"out": WORK / "rehearsal", "work": WORK / "rehearsal", "device":
 
 
 class Due:
-    """What is due after a step. It stops when so many seconds are over, or at SIGTERM."""
+    """Says what is due after a step: to stop when so many seconds are over, or after SIGTERM."""
 
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, command: str) -> None:
-    """The command is what goes on where it has stopped."""
+    """Do what the arguments ask. command: what a user types to go on where this has stopped."""
     setting = REHEARSAL if arguments.rehearse else GPT2_SMALL
     make_folder(arguments.work)
     if arguments.prepare:
@@ -111,7 +111,7 @@ def learn_all(arguments: argparse.Namespace, setting: Setting) -> str:
 
 
 class Comparison:
-    """Runs on one text and one device."""
+    """Makes runs on one text and one device."""
 
     def __init__(self, out: Path, work: Path, setting: Setting, device: torch.device) -> None:
         self._out, self._work, self._setting, self._device = out, work, setting, device

@@ -1,4 +1,4 @@
-"""What is run: the model, the settings that all optimizers share, and the order of the runs.
+"""The plan says what is run: the model, the settings that all optimizers share, and the order of the runs.
 
 The learning rates were set before any run: Adam's is that of many who train GPT-2 small, LAMB's is as many times larger
 as its coefficients, ||x|| / ||u||, are small in the first steps of this model.
@@ -24,7 +24,7 @@ TITLES = {  # each with its defaults for more than two ranks, in the order in wh
 
 @dataclass(frozen=True)
 class Shape:
-    """The model's sizes: GPT-2 small's."""
+    """Sizes the model; these are GPT-2 small's."""
 
     layers: int = 12
     width: int = 768
@@ -35,7 +35,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Setting:
-    """All that decides a result beside the optimizer and the text."""
+    """Decides a result, together with the optimizer and the text."""
 
     name: str = "gpt2-small"
     shape: Shape = Shape()
@@ -50,7 +50,7 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a run, each counted as often as it comes."""
+        """Count the tokens of a run, each as often as it comes."""
         return self.steps * self.ranks * self.windows * self.shape.length
 
 
@@ -59,7 +59,7 @@ REHEARSAL = Setting("rehearsal", Shape(2, 32, 2, 32, 256), 2, 2, 10, 5, 4, 8, lr
 
 
 def plan(setting: Setting, seeds: int) -> Iterator[Run]:
-    """Every optimizer with a seed before any with the next."""
+    """Yield every optimizer with a seed before any with the next."""
     for seed, variant in itertools.product(range(seeds), TITLES):
         family = family_of(variant)
         freeze = round(setting.steps * FREEZE[family]) if has_stages(variant) else None
@@ -68,7 +68,7 @@ def plan(setting: Setting, seeds: int) -> Iterator[Run]:
 
 
 def config(run: Run, setting: Setting, text: Mapping[str, Any]) -> dict[str, Any]:
-    """All that decides the result of a run, as a record has it. text: what the tokens are."""
+    """Return all that decides the result of a run, as its record has it. text: what the tokens are."""
     shared = {name: value for name, value in asdict(setting).items() if name not in ("name", "lr", *run.config)}
     return {**run.config, **shared, "text": text["digest"]}
 

@@ -30,7 +30,7 @@ _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 @dataclass
 class Origin:
-    """What one package has given."""
+    """Holds what one package has given."""
 
     package: str
     version: str
@@ -50,7 +50,7 @@ class Cleaner:
         self._seen: set[bytes] = set()
 
     def clean(self, texts: Iterable[str]) -> Iterator[str]:
-        """Documents that are left, of what is new in them."""
+        """Leave of each document what is new in it, and drop those of which little is left."""
         for text in texts:
             lines = "\n".join(line.rstrip() for line in text.replace("\0", "").splitlines())
             kept = "\n\n".join(part for part in _PARAGRAPHS.split(lines.strip("\n")) if self._is_new(part))
@@ -68,7 +68,7 @@ class Cleaner:
 
 
 def is_held_out(text: str) -> bool:
-    """By the text alone: the same documents whatever else there is."""
+    """Decide by the text alone: the same documents whatever else there is."""
     return int.from_bytes(_digest(text), "big") % HELD_OUT == 0
 
 
@@ -105,7 +105,7 @@ def table(origins: Sequence[Origin]) -> str:
 
 
 def gather(folder: Path, progress: Progress) -> Iterator[Origin]:
-    """What each package that apt has gives, in this order: what was there before is not there again."""
+    """Read every package that apt has, in this order: a paragraph stays where it comes first."""
     folder.mkdir(parents=True, exist_ok=True)
     cleaner = Cleaner()
     for source in SOURCES:
@@ -118,7 +118,7 @@ def gather(folder: Path, progress: Progress) -> Iterator[Origin]:
 
 
 def tokenize(texts: Sequence[str], vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens to train on and those held out, uint16: byte pairs, which are found in the former alone."""
+    """Return tokens to train on and those held out, uint16: byte pairs, which are found in the former alone."""
     try:
         from tokenizers import ByteLevelBPETokenizer
     except ModuleNotFoundError as error:

@@ -33,7 +33,7 @@ def record_path(out: Path, run: Run) -> Path:
 
 
 def there(out: Path, run: Run, config: Mapping[str, Any]) -> bool:
-    """Whether the run's record is there, made with these settings."""
+    """Return whether the run's record is there, made with these settings."""
     try:
         return bool(read_record(record_path(out, run))["config"] == config)
     except (OSError, ValueError, KeyError):
@@ -41,7 +41,7 @@ def there(out: Path, run: Run, config: Mapping[str, Any]) -> bool:
 
 
 def found(out: Path, setting: Setting) -> dict[str, list[Record]]:
-    """The records of each optimizer, of every seed that is there."""
+    """Read the records of each optimizer, of every seed that is there."""
     runs = {run.variant: [replace(run, seed=seed) for seed in SEEDS] for run in plan(setting, 1)}
     paths = {variant: [record_path(out, run) for run in own] for variant, own in runs.items()}
     records = {variant: [read_record(path) for path in own if path.exists()] for variant, own in paths.items()}
@@ -49,7 +49,7 @@ def found(out: Path, setting: Setting) -> dict[str, list[Record]]:
 
 
 def write_report(out: Path, setting: Setting) -> str:
-    """The table, which is also written to `out`, and where it is."""
+    """Write table and plot to `out`. Returns the table, and where both are."""
     records = found(out, setting)
     if not records:
         raise CommandError(f"there are no runs in {str(out)!r}: leave --report out")
@@ -63,7 +63,7 @@ def write_report(out: Path, setting: Setting) -> str:
 
 
 def about(records: Mapping[str, Sequence[Record]], setting: Setting) -> str:
-    """What was trained, on what."""
+    """Say what was trained, on what."""
     record = next(iter(records.values()))[0]
     devices = sorted({each["device"] for own in records.values() for each in own})
     seen = setting.steps * setting.ranks * setting.windows / record["windows"]
@@ -97,7 +97,7 @@ def draw(path: Path, records: Mapping[str, Sequence[Record]]) -> Path:
 
 
 def panel(records: Mapping[str, Sequence[Record]], of: int, unit: float, label: str) -> plots.Draw:
-    """Losses over one number of the curve's points, the mean over seeds."""
+    """Draw losses over one number of the curve's points, means over seeds."""
 
     def draw_on(axes: Any) -> None:
         late = []

@@ -42,34 +42,35 @@ Read = Callable[[bytes], Iterator[str]]
 
 
 def plain(content: bytes) -> Iterator[str]:
-    """A file that is a document."""
+    """Read a file that is one document."""
     yield content.decode(errors="replace")
 
 
 def page(content: bytes) -> Iterator[str]:
-    """A page of HTML, without its tags."""
+    """Read a page of HTML, without its tags."""
     text = _BREAKS.sub("\n", _DROPPED.sub(" ", content.decode(errors="replace")))
     yield html.unescape(_TAG.sub("", text))
 
 
 def novels(content: bytes) -> Iterator[str]:
+    """Read the texts in the data of an R package."""
     yield from r_strings(content)
 
 
 def dictionary(content: bytes) -> Iterator[str]:
-    """Runs of entries, which end at blank lines."""
+    """Cut a dictionary between entries, which end at blank lines."""
     yield from pieces(content.decode(errors="replace").split("\n\n"), "\n\n")
 
 
 def glosses(content: bytes) -> Iterator[str]:
-    """WordNet's: `offset lex_filenum ss_type w_cnt word lex_id ... | gloss`."""
+    """Read WordNet's lines: `offset lex_filenum ss_type w_cnt word lex_id ... | gloss`."""
     lines = (line for line in content.decode(errors="replace").splitlines() if not line.startswith(" "))
     found = (line.partition("| ") for line in lines)
     yield from pieces((f"{start.split()[4].replace('_', ' ')}: {gloss.strip()}" for start, _, gloss in found), "\n")
 
 
 def pieces(entries: Iterator[str] | list[str], between: str) -> Iterator[str]:
-    """Documents of some PIECE characters."""
+    """Join entries to documents of some PIECE characters."""
     piece: list[str] = []
     size = 0
     for entry in entries:
@@ -84,7 +85,7 @@ def pieces(entries: Iterator[str] | list[str], between: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """Files of a package, and how documents are read from one."""
+    """Names files of a package, and how documents are read from one of them."""
 
     package: str
     licence: str
@@ -112,7 +113,7 @@ _OTHER_LANGUAGES = "translations"  # of the kernel's documentation
 
 
 def fetch(package: str, folder: Path) -> str | None:
-    """Where the package is unpacked in `folder`: its version, or None where apt has none of this name."""
+    """Download a package and unpack it in `folder`, unless it is there. Returns its version, None if apt has none."""
     if not (found := sorted(folder.glob(f"{package}_*.deb"))):
         subprocess.run(["apt-get", "download", "-q", package], cwd=folder, capture_output=True, check=False)
         found = sorted(folder.glob(f"{package}_*.deb"))
@@ -126,7 +127,7 @@ def fetch(package: str, folder: Path) -> str | None:
 
 
 def documents(source: Source, folder: Path) -> Iterator[str]:
-    """All of a package that was unpacked in `folder`."""
+    """Read all documents of a package that was unpacked in `folder`."""
     for path in sorted((folder / source.package).glob(source.files)):
         if path.is_file() and _OTHER_LANGUAGES not in path.parts:
             content = path.read_bytes()
@@ -134,7 +135,7 @@ def documents(source: Source, folder: Path) -> Iterator[str]:
 
 
 def standard_library() -> Iterator[str]:
-    """Python's own sources, without its tests."""
+    """Read the sources of Python's standard library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not {"test", "tests", "site-packages", "dist-packages", "idle_test"} & set(path.parts):

@@ -29,25 +29,25 @@ FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 2, "lp": 1, "pb": 1}]
 
 @dataclass(frozen=True)
 class Tokens:
-    """`about` has the vocabulary's size, a digest of all tokens, and where the text is from."""
+    """Holds the two texts. `about` has the vocabulary's size, a digest of all tokens, and where they are from."""
 
     train: np.ndarray
     held_out: np.ndarray
     about: Mapping[str, Any]
 
     def windows(self, length: int) -> Tensor:
-        """int32 [n, length + 1], to train on."""
+        """Cut the text to train on: int32 [n, length + 1]."""
         return torch.from_numpy(windows(self.train, length).astype(np.int32))
 
     def held_out_windows(self, length: int, most: int) -> Tensor:
-        """At most so many, from all of what is held out."""
+        """Cut at most so many windows, spread over all that is held out."""
         every = windows(self.held_out, length)
         picked = np.linspace(0, len(every) - 1, min(most, len(every))).round().astype(int)
         return torch.from_numpy(every[picked].astype(np.int32))
 
 
 def write_tokens(path: Path, train: np.ndarray, held_out: np.ndarray, about: Mapping[str, Any]) -> None:
-    """The whole file, or what was there before."""
+    """Write the whole file, or leave what was there before."""
     content = np.concatenate([train, held_out]).astype("<u2").tobytes()
     counts = {"train": len(train), "held_out": len(held_out), "digest": hashlib.sha256(content).hexdigest()[:16]}
     line = json.dumps({**about, **counts}).encode() + b"\n"
@@ -66,7 +66,7 @@ def read_tokens(path: Path) -> Tokens:
 
 
 def write_rehearsal(path: Path) -> None:
-    """The topics of Python's `help()`, a token a byte; every tenth is held out."""
+    """Write the topics of Python's `help()`, a token a byte; every tenth is held out."""
     texts = [np.frombuffer(topics[name].encode() + b"\n\n", np.uint8) for name in sorted(topics)]
     held_out = np.concatenate(texts[9::10])
     train = np.concatenate([text for i, text in enumerate(texts) if i % 10 != 9])

@@ -48,7 +48,7 @@ Show = Callable[[int, float], None]  # steps done, held-out loss
 
 @dataclass
 class Reached:
-    """How far a run has come, as rank 0 counts it. A point of the curve: step, training loss since the point before,
+    """Counts, on rank 0, how far a run has come. A point of the curve: step, training loss since the point before,
     held-out loss, bytes that a rank has sent."""
 
     step: int = 0
@@ -58,7 +58,7 @@ class Reached:
 
 
 class Learner:
-    """Runs of one setting on one text. due: asked on rank 0 after each step."""
+    """Trains with one setting on one text. due: is asked on rank 0 after each step."""
 
     def __init__(
         self, setting: Setting, tokens: Tokens, device: torch.device, due: Callable[[], int], show: Show
@@ -68,7 +68,7 @@ class Learner:
         self._held_out = tokens.held_out_windows(setting.shape.length, setting.held_out_at_end)
 
     def learn(self, run: Run, checkpoint: Checkpoint) -> Mapping[str, Any] | int:
-        """What a record says of the run, or the last step before it had to stop."""
+        """Return what a record says of the run, or the last step before it had to stop."""
         gc.collect()  # the models of the run before
         resumes = checkpoint.read()
         torch.manual_seed(run.seed)
@@ -112,7 +112,7 @@ class Learner:
         return self._found(run, model, optimizer, reached, transport)
 
     def _step(self, run: Run, model: nn.Module, optimizer: Optimizer, step: int, transport: VirtualRank) -> Tensor:
-        """The loss on this rank's windows."""
+        """Take a step; returns the loss on this rank's windows."""
         for group in optimizer.param_groups:
             group["lr"] = lr_at(run, step)
         items, _ = batch_of(self._train, run, step - 1)
@@ -126,7 +126,7 @@ class Learner:
 
     def _loss(self, model: nn.Module, windows: Tensor) -> Tensor:
         with torch.autocast(self._device.type, torch.bfloat16):
-            return loss_of(model, windows.to(self._device).long())
+            return loss_of(model, windows.to(self._device, non_blocking=True).long())
 
     def _point(
         self, model: nn.Module, optimizer: Optimizer, reached: Reached, losses: Tensor, transport: VirtualRank
@@ -143,14 +143,14 @@ class Learner:
 
     @torch.no_grad()
     def _validate(self, model: nn.Module, windows: Tensor, transport: VirtualRank) -> float:
-        """The mean loss of these windows, of which each rank has its share."""
+        """Return the mean loss of these windows, of which each rank has its share."""
         own = windows[transport.rank :: transport.size].split(self._setting.windows)
         total = sum((self._loss(model, part).double() * len(part) for part in own if len(part)), torch.zeros(()))
         summed, count = mean_over_ranks([float(total), float(sum(map(len, own)))], transport)
         return summed / count
 
     def _agreed(self, transport: VirtualRank) -> int:
-        """What is due, the same on all ranks."""
+        """Ask on rank 0 what is due: all ranks get its answer."""
         due = torch.tensor([self._due() if transport.rank == 0 else GO_ON])
         transport.all_max(due, "what is due after a step")
         return int(due)
@@ -172,11 +172,12 @@ class Learner:
 
 
 def clip(model: nn.Module, norm: float) -> None:
+    """Scale gradients down to this norm; the hook of an optimizer returns nothing."""
     clip_grad_norm_(model.parameters(), norm)
 
 
 def _same_on_all(model: nn.Module, transport: VirtualRank) -> str:
-    """A digest of the parameters. WrongResult where ranks have others."""
+    """Return a digest of the parameters. WrongResult where ranks have others."""
     digest = hashlib.sha256()
     for p in model.parameters():
         digest.update(p.detach().cpu().numpy().tobytes())

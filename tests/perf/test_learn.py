@@ -37,8 +37,8 @@ def some_tokens():
     return Tokens(train, held_out, {"digest": "some", "vocabulary": 64, "train": 400})
 
 
-def learn(run, path, setting=TINY, due=lambda: GO_ON):
-    learner = Learner(setting, some_tokens(), torch.device("cpu"), due, lambda step, loss: None)
+def learn(run, path, setting=TINY, due=lambda: GO_ON, device="cpu"):
+    learner = Learner(setting, some_tokens(), torch.device(device), due, lambda step, loss: None)
     found = learner.learn(run, Checkpoint(path, {"of": run.variant}, run.ranks))
     return found if isinstance(found, int) else {k: v for k, v in found.items() if k != "seconds"}
 
@@ -81,6 +81,19 @@ def test_a_run_that_stops_and_goes_on_is_the_same_bit_for_bit(variant, tmp_path)
     path = tmp_path / "parts.pt"
     assert [learn(RUNS[variant], path, due=lambda: next(due)) for _ in range(2)] == [3, 7]
     assert learn(RUNS[variant], path, due=lambda: next(due)) == whole
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("variant", RUNS)
+def test_ranks_on_a_gpu_learn_as_those_on_a_cpu(variant, tmp_path):
+    """They have the same parameters at the end, or `learn` raises; a run goes on there, too."""
+    due = iter([*[GO_ON] * 6, STOP, *[GO_ON] * 3])
+    path = tmp_path / "gpu.pt"
+    assert learn(RUNS[variant], path, due=lambda: next(due), device="cuda:0") == 7
+    ours = learn(RUNS[variant], path, due=lambda: next(due), device="cuda:0")
+    for a, b in zip(learn(RUNS[variant], tmp_path / "cpu.pt")["curve"], ours["curve"], strict=True):
+        assert a == pytest.approx(b, rel=0.02)
 
 
 def test_stage_1_clips_the_mean_of_the_gradients_as_the_baseline_does(tmp_path):
@@ -204,12 +217,15 @@ def test_text_is_cleaned_and_held_out_by_documents(tmp_path, monkeypatch):
         for i, content in enumerate(contents):
             (folder / name / f"{i}.gz").write_bytes(gzip.compress(content.encode()))
     found = [sources.Source(name, "MIT", "*.gz", kinds[name]) for name in files]
-    monkeypatch.setattr(prepare, "SOURCES", [*found, sources.Source("onebit-no-such-package", "MIT", "*")])
+    monkeypatch.setattr(prepare, "SOURCES", [*found, sources.Source("no-such-package", "MIT", "*")])
+    asked = []
+    monkeypatch.setattr(sources.subprocess, "run", lambda words, **_: asked.append(words[-1]))  # no network
     monkeypatch.setattr(prepare, "standard_library", lambda: [words(40, 0), "short"])
     setting = replace(TINY, shape=replace(TINY.shape, vocabulary=300))
     said = prepare.prepare(tmp_path, setting)
     assert "| texts | 1.2 | MIT | 200 |" in said and "| pages | 1.2 | MIT | 3 |" in said
-    assert "no-such-package" not in said and "| PSF | 0 | 0 |" in said  # it was there before
+    assert set(asked) == {"no-such-package"} and "no-such-package" not in said
+    assert "| PSF | 0 | 0 |" in said  # it was there before
     tokens = read_tokens(tmp_path / "tokens.xz")
     assert tokens.about["vocabulary"] == 300 > tokens.train.max() and len(tokens.about["from"]) == 3
     ends = [int((part == 0).sum()) for part in (tokens.train, tokens.held_out)]
