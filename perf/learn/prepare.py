@@ -84,10 +84,8 @@ def prepare(work: Path, setting: Setting) -> str:
     texts = [text for origin in origins for text in origin.texts]
     train, held_out = tokenize(texts, setting.shape.vocabulary)
     progress.show("compressing tokens")
-    path = work / FILE
-    write_tokens(
-        path, train, held_out, {"vocabulary": setting.shape.vocabulary, "from": [origin.about for origin in origins]}
-    )
+    path, about = work / FILE, {"vocabulary": setting.shape.vocabulary, "from": [origin.about for origin in origins]}
+    write_tokens(path, train, held_out, about)
     progress.clear()
     size = path.stat().st_size
     if size > MOST_BYTES:

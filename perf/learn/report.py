@@ -29,7 +29,7 @@ NO_TIMES = (
 
 
 def record_path(out: Path, run: Run) -> Path:
-    return out / f"{slug(run.task, run.variant)}-seed={run.seed}.json"
+    return out / f"{slug(run.task, run.variant)}-seed-{run.seed}.json"
 
 
 def there(out: Path, run: Run, config: Mapping[str, Any]) -> bool:

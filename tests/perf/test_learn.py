@@ -150,7 +150,7 @@ def test_ranks_that_take_turns_compute_one_at_a_time():
 def test_the_rehearsal_stops_at_sigterm_goes_on_and_reports(tmp_path, capsys):
     arguments = ["--rehearse", f"--out={tmp_path}", f"--work={tmp_path}"]
     process = forked.Popen([sys.executable, "-m", "perf.learn", *arguments], dict(os.environ))
-    while not list(tmp_path.glob("*seed=0.json")) and process.poll() is None:
+    while not list(tmp_path.glob("*seed-0.json")) and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(HUNG) == 0
@@ -158,7 +158,7 @@ def test_the_rehearsal_stops_at_sigterm_goes_on_and_reports(tmp_path, capsys):
     assert "of 5 runs are left. Go on with:  python -m perf.learn --rehearse --out=" in last
     assert command.main([*arguments, "--seconds=0"]) == 0
     assert re.search(r"Stopped after step \d of 10 of .*: [1-4] of 5 runs are left", capsys.readouterr().out)
-    made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*seed=0.json")}
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*seed-0.json")}
     assert command.main(arguments) == 0
     page = capsys.readouterr().out
     assert (
