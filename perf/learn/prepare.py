@@ -6,6 +6,7 @@ import hashlib
 import platform
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from perf.tables import markdown
 
 END = "<|endoftext|>"  # between documents
 SHORTEST = 500  # characters of a document
+MENU = 10  # a paragraph that more than one document in so many has is of a menu or a footer
 REPEATED = 80  # characters from which on a paragraph is kept once only
 HELD_OUT = 64  # one document in so many
 _PARAGRAPHS = re.compile(r"\n\s*\n")
@@ -44,16 +46,18 @@ class Origin:
 
 
 class Cleaner:
-    """Remembers every long paragraph, so that a licence or a menu is not learned a thousand times."""
+    """Remembers every long paragraph, so that a licence or a table is not learned a thousand times."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
     def clean(self, texts: Iterable[str]) -> Iterator[str]:
-        """Leave of each document what is new in it, and drop those of which little is left."""
-        for text in texts:
-            lines = "\n".join(line.rstrip() for line in text.replace("\0", "").splitlines())
-            kept = "\n\n".join(part for part in _PARAGRAPHS.split(lines.strip("\n")) if self._is_new(part))
+        """Leave of each document of a package what is new in it, and drop those of which little is left."""
+        documents = [_PARAGRAPHS.split(_stripped(text)) for text in texts]
+        found_in = Counter(part for parts in documents for part in set(parts))
+        for parts in documents:
+            of_menus = {part for part in parts if found_in[part] > max(MENU, len(documents) // MENU)}
+            kept = "\n\n".join(part for part in parts if part not in of_menus and self._is_new(part))
             if len(kept) >= SHORTEST:
                 yield kept
 
@@ -65,6 +69,11 @@ class Cleaner:
             return False
         self._seen.add(key)
         return True
+
+
+def _stripped(text: str) -> str:
+    """Remove what is blank at the ends of lines and of the text."""
+    return "\n".join(line.rstrip() for line in text.replace("\0", "").splitlines()).strip("\n")
 
 
 def is_held_out(text: str) -> bool:

@@ -206,9 +206,11 @@ def words(n, seed):
 
 
 def test_text_is_cleaned_and_held_out_by_documents(tmp_path, monkeypatch):
-    licence = "Permission is granted to copy, in this long paragraph, which every file has and nobody reads. " * 2
-    pages = [f"<head>no</head><p>{words(40, 300 + k)} &amp; so</p><!-- no -->" for k in range(3)]
-    files = {"texts": [f"{licence}\n\n{words(40, k)}\n" for k in range(200)], "pages": pages}
+    licence = "Permission is granted to copy, in this long paragraph, which some files have and nobody reads. " * 2
+    text = [f"{words(40, 300 + k)} &amp; so" for k in range(30)]
+    pages = [f"<head>no</head><p>Menu</p><p>Here</p>\n<p>{each}</p><!-- no -->" for each in text]
+    pages[0] += "<p>Once</p>\n<p>again</p>"
+    files = {"texts": [f"{licence * (k < 9)}\n\n{words(40, k)}\n" for k in range(200)], "pages": pages}
     kinds = {"texts": sources.plain, "pages": sources.page}
     folder = tmp_path / "packages"
     for name, contents in files.items():
@@ -223,18 +225,18 @@ def test_text_is_cleaned_and_held_out_by_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "standard_library", lambda: [words(40, 0), "short"])
     setting = replace(TINY, shape=replace(TINY.shape, vocabulary=300))
     said = prepare.prepare(tmp_path, setting)
-    assert "| texts | 1.2 | MIT | 200 |" in said and "| pages | 1.2 | MIT | 3 |" in said
+    assert "| texts | 1.2 | MIT | 200 |" in said and "| pages | 1.2 | MIT | 30 |" in said
     assert set(asked) == {"no-such-package"} and "no-such-package" not in said
     assert "| PSF | 0 | 0 |" in said  # it was there before
     tokens = read_tokens(tmp_path / "tokens.xz")
     assert tokens.about["vocabulary"] == 300 > tokens.train.max() and len(tokens.about["from"]) == 3
     ends = [int((part == 0).sum()) for part in (tokens.train, tokens.held_out)]
-    assert sum(ends) == 203 and 1 <= ends[1] <= 12
+    assert sum(ends) == 230 and 1 <= ends[1] <= 12
     origins = list(prepare.gather(folder, command.Progress(silent=True)))
     every = [text for origin in origins for text in origin.texts]
     assert sum(licence.strip() in text for text in every) == 1
     assert not any("<" in text or "no" in text.split() for text in origins[1].texts)
-    assert all("& so" in text for text in origins[1].texts)
+    assert all("& so" in text and "Menu" not in text for text in origins[1].texts) and "Once" in origins[1].texts[0]
     assert sum(map(prepare.is_held_out, every)) == ends[1]
     with pytest.raises(CommandError, match="not 60000: add text"):
         prepare.tokenize(every, 60_000)
