@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace, command: str) -> None:
     """Do what the arguments ask. command: what a user types to go on where this has stopped."""
     setting = REHEARSAL if arguments.rehearse else GPT2_SMALL
+    setting = replace(setting, steps=arguments.steps or setting.steps)
     make_folder(arguments.work)
     if arguments.prepare:
         print(prepare(arguments.work, setting))
@@ -144,6 +146,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     what.add_argument("--report", action="store_true", help="only table and plot of the runs that are there")
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on 2 ranks and Python's documentation")
     parser.add_argument("--seeds", type=whole_number, default=1, help="how many: 0, 1, ... (default: 1)")
+    parser.add_argument("--steps", type=whole_number, help=f"of each run (default: {GPT2_SMALL.steps:,})")
     parser.add_argument("--seconds", type=whole_number_from(0, 10**6), help="when to stop, with a checkpoint")
     parser.add_argument("--device", help="auto, cpu or cuda (default: auto; rehearsal: cpu)")
     parser.add_argument("--out", type=Path, help=f"folder of records and plot (default: {STANDARD['out']})")

@@ -53,25 +53,27 @@ def write_report(out: Path, setting: Setting) -> str:
     records = found(out, setting)
     if not records:
         raise CommandError(f"there are no runs in {str(out)!r}: leave --report out")
-    texts = {record["config"]["text"] for own in records.values() for record in own}
-    if len(texts) > 1:
-        raise CommandError(f"the runs in {str(out)!r} are of several texts and can't be compared: choose another --out")
-    page = "\n\n".join([about(records, setting), table(records), NO_TIMES]) + "\n"
+    shared = {(r["config"]["text"], r["config"]["steps"]) for own in records.values() for r in own}
+    if len(shared) > 1:
+        raise CommandError(
+            f"the runs in {str(out)!r} differ in text or steps and can't be compared: choose another --out"
+        )
+    page = "\n\n".join([about(records), table(records), NO_TIMES]) + "\n"
     (out / "learn.md").write_text(page, encoding="utf-8")
     drawn = draw(out / "learn.png", records) if available() else plots.MISSING
     return f"{page}\n{out / 'learn.md'}\n{drawn}"
 
 
-def about(records: Mapping[str, Sequence[Record]], setting: Setting) -> str:
+def about(records: Mapping[str, Sequence[Record]]) -> str:
     """Say what was trained, on what."""
-    record = next(iter(records.values()))[0]
-    devices = sorted({each["device"] for own in records.values() for each in own})
-    seen = setting.steps * setting.ranks * setting.windows / record["windows"]
+    every = [record for own in records.values() for record in own]
+    record, devices = every[0], sorted({each["device"] for each in every})
+    steps, batch, text = record["config"]["steps"], record["config"]["batch"], record["text"]
     return (
-        f"{record['elements'] / 1e6:,.1f} million parameters, {setting.ranks} ranks, {setting.steps:,} steps of "
-        f"{setting.tokens // setting.steps:,} tokens: {seen:.1f} times the {record['text']['train'] / 1e6:,.1f} "
-        f"million tokens of the text. Losses are nats a token, of {record['held_out']:,} windows from documents that "
-        f"nobody trained on. On {', '.join(devices)}."
+        f"{record['elements'] / 1e6:,.1f} million parameters, {record['config']['ranks']} ranks, {steps:,} steps of "
+        f"{batch * record['config']['shape']['length']:,} tokens: {steps * batch / record['windows']:.1f} times the "
+        f"{text['train'] / 1e6:,.1f} million tokens of the text. Losses are nats a token, of {record['held_out']:,} "
+        f"windows from documents that nobody trained on. On {', '.join(devices)}."
     )
 
 

@@ -158,6 +158,9 @@ def test_the_rehearsal_stops_at_sigterm_goes_on_and_reports(tmp_path, capsys):
     assert "of 5 runs are left. Go on with:  python -m perf.learn --rehearse --out=" in last
     assert command.main([*arguments, "--seconds=0"]) == 0
     assert re.search(r"Stopped after step \d of 10 of .*: [1-4] of 5 runs are left", capsys.readouterr().out)
+    assert command.main([*arguments, f"--out={tmp_path / 'other'}", "--steps=12", "--seconds=0"]) == 0
+    assert "Stopped after step 1 of 12 of Adam, seed 0: 5 of 5" in capsys.readouterr().out
+    (tmp_path / "rehearsal-adam-seed-0.pt").unlink()
     made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*seed-0.json")}
     assert command.main(arguments) == 0
     page = capsys.readouterr().out
@@ -270,5 +273,5 @@ def test_the_report_compares_means_over_seeds_with_the_baseline(tmp_path):
     assert "| 0/1 Adam | 1 | 10 of 10 | 3.750 | +0.250 | 4e-06 | 10.0 |" in page
     assert "0.5 times the 1.0 million tokens" in page
     write("lamb", 0, 3.75, 4000, "b")
-    with pytest.raises(CommandError, match="several texts"):
+    with pytest.raises(CommandError, match="text or steps"):
         report.write_report(tmp_path, REHEARSAL)
