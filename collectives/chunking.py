@@ -23,10 +23,9 @@ from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Norm, Scale
+from onebit.kernels.log import to_log
 from onebit.kernels.passes import Compress, Decode, Gradients
 from onebit.kernels.tuning import cache
-
-logger = logging.getLogger("onebit")
 
 CANDIDATES = (1, 2, 4, 8)
 _MOST_ELEMENTS = 2**25  # what is measured of a larger model: the ratio of packing to sending is the same
@@ -81,7 +80,8 @@ class Chunking:
         if len(seconds) < len(options):
             best = min(seconds, key=lambda c: (seconds[c], c), default=1)
             if everyone.rank == 0:
-                logger.warning(
+                to_log(
+                    logging.WARNING,
                     "Pipelining over %d chunks: a rank has no memory left beside the model to measure more. Pass "
                     "chunks=N, or run `onebit tune` before the next run", best,
                 )  # fmt: skip
@@ -89,7 +89,7 @@ class Chunking:
         best, _ = self.save(seconds)
         if everyone.rank == 0:
             table = ", ".join(f"{c}: {t * 1e3:.1f} ms" for c, t in seconds.items())
-            logger.info("Pipelining over %d chunks (measured on the group: %s)", best, table)
+            to_log(logging.INFO, "Pipelining over %d chunks (measured on the group: %s)", best, table)
         return best
 
     def measure(self, options: Sequence[int], dtype: torch.dtype = torch.float32) -> dict[int, float]:
@@ -103,7 +103,7 @@ class Chunking:
                 tensor = self._drawn(dtype) if tensor is None else tensor
                 step = self._step(chunks, tensor)
             except RuntimeError as error:
-                logger.debug("No exchange over %d chunks is measured: %s", chunks, error)
+                to_log(logging.DEBUG, "No exchange over %d chunks is measured: %s", chunks, error)
                 short.fill_(1)
             everyone.all_max(short, "comparing who has memory to measure with (all-reduce of one number)")
             if step is None or int(short):

@@ -21,12 +21,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from onebit.kernels.log import to_log
+
 BEAT, BYE = b"onebit beat", b"onebit bye!"
 BYES = 3  # datagrams may be lost
 AT_ONCE = timedelta(milliseconds=1)
 UNANSWERED = 0x6F6E65  # the tag of a receive that nobody answers
 
-logger = logging.getLogger("onebit")
 _watched: list[SignsOfLife] = []  # one at most
 
 
@@ -129,7 +130,7 @@ class SignsOfLife:
             self._watch()
         except Exception as error:
             self._failed = error
-            logger.exception("an error has ended the watch for signs of life")
+            to_log(logging.ERROR, "an error has ended the watch for signs of life", exc_info=True)
 
     def _watch(self) -> None:
         last = time.monotonic()

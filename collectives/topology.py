@@ -33,8 +33,8 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.grid import Grid
 from onebit.collectives.transport.protocol import FACTS, LocalTransport, Ranks, Transport
 from onebit.collectives.transport.torch import TorchTransport
+from onebit.kernels.log import to_log
 
-logger = logging.getLogger("onebit")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _ASKING = f"finding the ranks of each node {FACTS}"
 
@@ -148,7 +148,8 @@ class Topology:
         node = everyone.split(next(i for i, ranks in enumerate(nodes) if everyone.rank in ranks))
         replicas = everyone.split(node.rank)
         if everyone.rank == 0:
-            logger.info(
+            to_log(
+                logging.INFO,
                 "%d nodes of %d ranks: averaged uncompressed inside a node, with 1 bit between nodes",
                 len(nodes), node.size,
             )  # fmt: skip
@@ -164,7 +165,9 @@ def _found(everyone: Transport, device: torch.device) -> list[list[int]] | None:
     sizes = {len(ranks) for ranks in nodes}
     if len(nodes) > 1 and len(sizes) > 1 and everyone.rank == 0:
         counts = ", ".join(str(len(ranks)) for ranks in nodes)
-        logger.info("The hosts have %s ranks, not equally many: every rank sends for itself (one level)", counts)
+        to_log(
+            logging.INFO, "The hosts have %s ranks, not equally many: every rank sends for itself (one level)", counts
+        )
     return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 

@@ -219,6 +219,14 @@ def test_one_file_names_streams_and_events() -> None:
     assert [str(path) for path, text in files.items() if of_torch.search(text)] == ["kernels/streams.py"]
 
 
+def test_two_files_log_and_warn() -> None:
+    """They put the package's name into every text."""
+    of_python = re.compile(r"getLogger|logging\.(debug|info|warning|error|exception|log)\(|warnings\.warn\(")
+    files = {path: (ROOT / path).read_text(encoding="utf-8") for path in sources("onebit", "kernels", "collectives")}
+    speaking = [str(path) for path, text in files.items() if of_python.search(text)]
+    assert speaking == ["onebit/warning.py", "kernels/log.py"]
+
+
 def test_nothing_outside_a_class_touches_its_underscored_members() -> None:
     files = sources(*FOLDERS, "tests", "examples")
     assert [f"{path}:{at} {name}" for path in files if path != INTERNALS for at, name in touched(files[path])] == []

@@ -28,7 +28,7 @@ from numba.core.caching import NullCache
 from numba.core.compiler import CompileResult
 from numba.core.registry import CPUDispatcher
 
-from onebit.kernels.log import tell
+from onebit.kernels.log import tell, to_log
 from onebit.kernels.tuning import cache
 
 try:
@@ -36,7 +36,6 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-logger = logging.getLogger("onebit")
 PATIENCE = 60.0  # seconds that a process waits for one that compiles
 _OPTIONS: Any = {"nogil": True, "error_model": "numpy", "fastmath": False}
 
@@ -121,7 +120,7 @@ class _Files(NullCache):
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever a damaged file or another numba makes of it
-            logger.debug("Compiling %s: what the cache has is of no use (%s)", self._name, error)
+            to_log(logging.DEBUG, "Compiling %s: what the cache has is of no use (%s)", self._name, error)
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -130,7 +129,7 @@ class _Files(NullCache):
             path = self.path(data.codegen)
             cache.replace_file(path, hashlib.sha256(code).digest() + code)
         except Exception as error:
-            logger.debug("Compiling %s: the code is not kept (%s)", self._name, error)
+            to_log(logging.DEBUG, "Compiling %s: the code is not kept (%s)", self._name, error)
 
     def path(self, codegen: Any) -> Path:
         if version() != IMPORTED:

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from onebit.kernels.log import to_log
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -26,7 +28,6 @@ except ImportError:  # Windows
 
 SCHEMA = 1
 _LOCK_SECONDS = 2.0
-logger = logging.getLogger("onebit")
 
 
 def folder() -> Path:
@@ -119,7 +120,8 @@ class Cache:
     def _warn(self, what: str, error: Exception, so: str) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
+            to_log(
+                logging.WARNING,
                 "The kernel cache %s %s: %s. %s; set ONEBIT_CACHE_DIR to keep the cache elsewhere.",
                 self.path, what, error, so,
             )  # fmt: skip

@@ -22,14 +22,13 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from onebit.kernels.backends import load
+from onebit.kernels.log import to_log
 from onebit.kernels.passes import PASSES
 from onebit.kernels.streams import capturing
 from onebit.kernels.tuning import cache
 from onebit.kernels.tuning.machine import device_name, versions
 from onebit.kernels.tuning.timing import Timing, timing
 from onebit.kernels.tuning.workload import Bound, Workload
-
-logger = logging.getLogger("onebit")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def choose(
         try:
             found = measure(option)
         except Exception as error:  # out of shared memory, a compiler's limit: each version raises its own
-            logger.debug("%s does not run here: %s", option, error)
+            to_log(logging.DEBUG, "%s does not run here: %s", option, error)
             found = _NEVER
         times[option] = found if math.isfinite(found.seconds) and found.seconds > 0 else _NEVER
     fastest = min(times.values(), key=lambda time: time.seconds)
@@ -178,7 +177,8 @@ def _find(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
 
 
 def _first_use(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
-    logger.info(
+    to_log(
+        logging.INFO,
         "Choosing how to run %s (%s) on %s: a few seconds, once. `onebit tune` does it ahead of time.",
         kernel, dtype, device_name(device),
     )  # fmt: skip
@@ -188,9 +188,9 @@ def _first_use(kernel: str, device: torch.device, dtype: torch.dtype) -> Config:
         except RuntimeError as error:  # no memory left beside the model
             why = error
         else:
-            logger.info("Running %s with %s from now on", kernel, choice.config)
+            to_log(logging.INFO, "Running %s with %s from now on", kernel, choice.config)
             return choice.config
-    logger.info("Running %s with defaults: measuring was not possible (%s)", kernel, why)
+    to_log(logging.INFO, "Running %s with defaults: measuring was not possible (%s)", kernel, why)
     return default(kernel)
 
 

@@ -29,6 +29,7 @@ from onebit.collectives.link import Link, Listener
 from onebit.collectives.transport.protocol import CollectiveError
 from onebit.elastic.members import facts_of_model
 from onebit.elastic.moving import Shared, group_values
+from onebit.kernels.log import to_log
 from onebit.optim.steps import LocalStep, Step, SyncStep
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
@@ -36,7 +37,6 @@ from onebit.parallel.unwrap import own_optimizer
 PHASE = "giving a state to a process that will join"
 LAST = ("end", "error")
 CPU = torch.device("cpu")
-logger = logging.getLogger("onebit")
 
 
 class Giver:
@@ -99,7 +99,7 @@ class Giver:
         try:
             self._give(step, flags)
         except Exception as error:
-            logger.warning("no state can be given: %s", error)
+            to_log(logging.WARNING, "no state can be given: %s", error)
             self._end(self._those_there(), {"kind": "error", "why": str(error)})
 
     def _give(self, step: Step, flags: Tensor) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from onebit.elastic.members import Members
+from onebit.kernels.log import to_log
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
-
-logger = logging.getLogger("onebit")
 
 
 def warn_of_losses(setup: Setup, current: Snapshot, members: Members) -> None:
@@ -35,7 +34,7 @@ def warn_of_losses(setup: Setup, current: Snapshot, members: Members) -> None:
         text += f", and one of {_size(served, m)} for the part that it averages"
     if not current.synchronized:
         text += f". The {current.local_steps_taken} steps that they took since the last exchange are lost, too"
-    logger.warning("%s", text)
+    to_log(logging.WARNING, "%s", text)
 
 
 def _norm(parts: Sequence[Tensor]) -> float:

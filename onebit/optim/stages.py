@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from onebit.kernels import streams
-from onebit.kernels.log import tell
+from onebit.kernels.log import tell, to_log
 from onebit.kernels.streams import capturing
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule
 from onebit.optim.limit import UpdateLimit
 
-logger = logging.getLogger("onebit")
 MOST_SHORTENED = 0.5  # of the elements, of a step that need not be told of
 
 
@@ -129,7 +128,8 @@ class Stages:
     def warn_of_short_runs(self) -> None:
         """With the first step: where stage 1 ends by itself, and not soon."""
         if self._measures:
-            logger.warning(
+            to_log(
+                logging.WARNING,
                 "stage 1 ends by itself, after step %d at the earliest. A run of fewer steps never compresses: give it "
                 "freeze_step=N, 15 to 25 %% of its steps, or ZeroOneAdam, which needs none",
                 2 * self.rule.window,

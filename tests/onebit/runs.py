@@ -253,14 +253,15 @@ def refused(error: Any, *parts: str) -> Iterator[None]:
 
 @contextmanager
 def on_warnings(action: Any = "always", category: type[Warning] = Warning, message: str = "") -> Iterator[list[str]]:
-    """The texts of warnings meanwhile; with "ignore" or "error" those that begin so are passed over, or are errors."""
+    """The texts of warnings meanwhile. "ignore" passes over, "error" raises; with a message those of onebit that begin
+    so."""
     texts: list[str] = []
 
     def note(text: Any, its_category: type[Warning], *_: Any) -> None:
         texts.extend([str(text)] * issubclass(its_category, category))
 
     with warnings.catch_warnings():
-        warnings.filterwarnings(action, message, category)
+        warnings.filterwarnings(action, message and f"onebit: {message}", category)
         warnings.showwarning = note
         yield texts
 

@@ -193,7 +193,7 @@ def check_said(move: Move, now: Sequence[Moved]) -> None:
     assert len(said) == bool(lost)
     if lost:
         ranks = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
-        assert said[0].startswith(f"WARNING {ranks} of {len(move.there)} ")
+        assert said[0].startswith(f"WARNING onebit: {ranks} of {len(move.there)} ")
 
 
 def check_more_steps(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None:

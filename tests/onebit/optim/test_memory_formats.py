@@ -195,7 +195,7 @@ def assert_near(found: list[Any], expected: list[Any], start: list[Tensor]) -> N
 
 
 @pytest.mark.parametrize(("kind", "reply"), [("OneBitAdam", 1), ("OneBitLamb", "direct"), ("ZeroOneAdam", 1)])
-@pytest.mark.filterwarnings("ignore:elements without a variance", "error:the state does not hold")
+@pytest.mark.filterwarnings("ignore:onebit. elements without a variance", "error:onebit. the state does not hold")
 def test_a_state_loads_element_for_element(kind: str, reply: Any) -> None:
     """In stage 1, at its end and later. One block a parameter: what compression leaves out is the same in any order."""
     untouched = ((0, 2, 99), (2, 3, 99))  # elements without a variance
@@ -213,7 +213,7 @@ def test_a_state_loads_element_for_element(kind: str, reply: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "reply", "each"), [("OneBitAdam", 1, 1), ("OneBitLamb", "direct", 1), ("ZeroOneAdam", 1, 2)]
 )
-@pytest.mark.filterwarnings("error:the state does not hold")
+@pytest.mark.filterwarnings("error:onebit. the state does not hold")
 def test_the_states_of_ranks_put_together_load_in_any_order(kind: str, reply: Any, each: int) -> None:
     """Pieces of residuals are in small blocks, which lie elsewhere in another order."""
     case = options(CASE.but(kind=kind, each=each, steps=7), reply=reply)

@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from onebit.kernels.log import tell
+from onebit.kernels.log import tell, to_log
 from onebit.optim import snapshot, stages
 from onebit.optimizers import optimizer as front
 from onebit.parallel import flight
 from onebit.report import pay_off, skips
+from onebit.warning import warn
 from tests.collectives.work import logged
 from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, adamw_state, kinds, on_ranks, on_warnings, run, take
@@ -119,6 +120,23 @@ def test_where_nobody_has_set_up_logging_it_goes_to_stderr(monkeypatch, capsys):
     monkeypatch.setenv("ONEBIT_QUIET", "1")
     tell("stage %d", 2)
     assert not capsys.readouterr().err
+
+
+def test_a_log_and_a_warning_say_who_speaks_once_whatever_the_form_of_their_lines():
+    with logged("%(message)s") as lines:
+        tell("stage %d", 2)
+        to_log(logging.WARNING, "%s of %d", "50 %", 2)
+    assert lines == ["onebit: stage 2", "onebit: 50 % of 2"]
+    with logged("%(levelname)s %(filename)s %(funcName)s") as lines:
+        tell("stage 2")
+        to_log(logging.WARNING, "stage 2")
+    here = "test_what_rank_0_says.py test_a_log_and_a_warning_say_who_speaks_once_whatever_the_form_of_their_lines"
+    assert lines == [f"INFO {here}", f"WARNING {here}"]
+    with on_warnings() as texts:
+        warn("no stage 2")
+    assert texts == ["onebit: no stage 2"]
+    with on_warnings("error", message="no stage"), pytest.raises(UserWarning, match="no stage 2"):
+        warn("no stage 2")
 
 
 def test_waiting_for_the_stream_of_the_thread_is_counted(monkeypatch):
