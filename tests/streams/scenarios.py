@@ -264,7 +264,7 @@ def give_fsdp_streams(device: Device, model: nn.Module) -> None:
         each.set_all_reduce_hook = partial(wrapped, each.set_all_reduce_hook)
 
 
-def in_fsdp(device: Device, elsewhere: bool = False) -> None:
+def in_fsdp(device: Device, kind: str = "OneBitAdam", elsewhere: bool = False) -> None:
     """elsewhere: the user trains in another stream than that of `attach`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model: Any = net()
@@ -273,8 +273,7 @@ def in_fsdp(device: Device, elsewhere: bool = False) -> None:
     train_in = device.new(name="user") if elsewhere else device.recorder.current
     take_over(train_in.clock, device.recorder.current.clock)
     with device.within(train_in):
-        options = {"freeze_step": 3, "gradient_dtype": torch.bfloat16}
-        optimizer = optimizer_of(model, "OneBitAdam", mesh.get_group("replicate"), **options)
+        optimizer = optimizer_of(model, kind, mesh.get_group("replicate"), gradient_dtype=torch.bfloat16)
     give_fsdp_streams(device, model)
     onebit.attach(model, optimizer)
     with device.within(train_in):
@@ -336,6 +335,8 @@ SCENARIOS |= {
         with_scaler, kind="ZeroOneAdam", var_freeze_step=None, local_step_scaler=None, local_step_clipper=16
     ),
     "two branches": in_two_branches,
+    "FSDP, LAMB": partial(in_fsdp, kind="OneBitLamb"),
+    "FSDP, 0/1 Adam": partial(in_fsdp, kind="ZeroOneAdam"),
     "FSDP": in_fsdp,
     "FSDP, another stream": partial(in_fsdp, elsewhere=True),
     "captured": partial(captured, kind="OneBitAdam"),
