@@ -6,9 +6,11 @@
     python -m perf.learn --report            table and plot of what is there
 
 Every run is a record under --out. A run in progress has a checkpoint under --work, written every five minutes, on
-SIGTERM, and when --seconds are over: the command then ends with exit status 0, and started again it goes on with the
-same numbers bit for bit. Ranks are threads that share the device: what is compared is losses and bytes. How long steps
-took says nothing about ranks on a network.
+SIGTERM, and when --seconds are over: the command then ends with exit status 0, and started again it goes on from there,
+on a CPU with the same numbers bit for bit; on a GPU the backward pass of attention adds in no fixed order.
+
+Ranks are threads that share the device: what is compared is losses and bytes. How long steps took says nothing about
+ranks on a network.
 """
 
 from __future__ import annotations
