@@ -16,6 +16,7 @@ from onebit.kernels.data.checks import is_whole
 from onebit.report.plots import check_plot
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FASTEST = 1e15  # bits a second, beyond any network
 EXPONENTS = {"": 0, "k": 3, "m": 6, "g": 9, "b": 9, "t": 12}
 
 
@@ -31,6 +32,17 @@ def number_of(text: str) -> float:
     return (
         float(f"{match[1]}e{int(match[2] or 0) + EXPONENTS[match[3]]}") if match else math.nan
     )  # 1.07 * 1e9 is rounded
+
+
+def bit_rate(text: str) -> float:
+    """100gbit, 4.1Gbit/s, 800mbit"""
+    match = re.fullmatch(r"([\d._]+)\s*([kmgt])bit(?:/s)?", text.strip().lower())
+    value = number_of(f"{match[1]}{match[2]}") if match else math.nan
+    if not 0 < value <= FASTEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no rate: write a number and a unit, as 100gbit, 4.1gbit or 800mbit"
+        )
+    return value
 
 
 def whole_number_from(least: int, most: int) -> Callable[[str], int]:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 from pathlib import Path
 
-from onebit.cli.arguments import check_picture, whole_number_from, writing_picture
-from onebit.cli.demo import report as demo_report
+from onebit.cli.arguments import CommandError, bit_rate, check_picture, whole_number_from, writing_picture
+from onebit.cli.demo.picture import plot
 from onebit.cli.demo.ranks import DemoError, lines_of
+from onebit.cli.demo.record import Record
+from onebit.cli.demo.report import describe, progress_line, verdict
 from onebit.cli.demo.train import RATE, Settings, parse_line
+from onebit.cli.paced_link import rate_title
 from onebit.cli.progress import Progress
+
+NO_LINK = "none"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         number, about = whole_number_from(*limits), f"{about} (default: %(default)s)"
         parser.add_argument(f"--{name}", type=number, default=default, metavar="N", help=about)
     parser.add_argument(
+        "--link",
+        type=lambda text: text if text == NO_LINK else bit_rate(text),
+        metavar="RATE",
+        help=f"between the ranks: 100mbit, 1gbit, ... or {NO_LINK}, as fast as this machine is (default: 100mbit, "
+        "where two ranks are on Linux)",
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("onebit-demo.png"), help="where the plot goes (default: %(default)s)"
     )
 
@@ -33,26 +46,43 @@ def run(arguments: argparse.Namespace) -> None:
     """Train, print the table, write the plot."""
     start, out = time.perf_counter(), arguments.out
     drawable = check_picture(out, "--out")
-    settings = Settings(arguments.optimizer, arguments.ranks, arguments.steps, arguments.seed)
+    link = link_of(arguments.link, arguments.ranks)
+    settings = Settings(arguments.optimizer, arguments.ranks, arguments.steps, arguments.seed, link)
     record = train(settings, Progress())
-    print(demo_report.describe(record))
+    print(describe(record))
     if drawable:
         with writing_picture("--out"):
-            demo_report.plot(record, out)
+            plot(record, out)
     print(f"\nPlot: {out}" if drawable else "\nNo plot: matplotlib is not installed. For one: pip install matplotlib")
     print(f"Took {time.perf_counter() - start:.0f} s")
+    print(f"\n{verdict(record)}")
 
 
-def train(settings: Settings, progress: Progress) -> demo_report.Record:
+def link_of(asked: str | float | None, ranks: int) -> float | None:
+    """The link's rate, bits a second; None for no link."""
+    can_be_paced = sys.platform == "linux" and ranks == 2
+    if asked is None:
+        return Settings.link if can_be_paced else None
+    if asked == NO_LINK:
+        return None
+    if not can_be_paced:
+        why = "a link joins two ranks" if sys.platform == "linux" else f"only Linux paces sockets, not {sys.platform}"
+        raise CommandError(
+            f"--link {rate_title(float(asked))} with {ranks} ranks can't be: {why}. Give --link {NO_LINK}"
+        )
+    return float(asked)
+
+
+def train(settings: Settings, progress: Progress) -> Record:
     """All that the ranks print. A DemoError where one fails."""
-    record = demo_report.Record(settings)
+    record = Record(settings)
     progress.show(f"starting {settings.ranks} ranks ...")
     try:
         with contextlib.closing(lines_of(settings)) as lines:
             for line in lines:
                 record.add(parse_line(line))
                 if record.steps:
-                    progress.tick(demo_report.progress_line(record))
+                    progress.tick(progress_line(record))
     finally:
         progress.clear()
     if record.end is None:

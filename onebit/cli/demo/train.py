@@ -1,17 +1,20 @@
 """A rank of the demo: trains one model with the original optimizer, and a copy with each of those with 1 bit, in turn.
 
-Started by onebit.cli.demo.ranks as `python -m onebit.cli.demo.train SETTINGS`. All models see the same batches. Rank 0
-prints what happens in lines of JSON behind a mark.
+Started by onebit.cli.demo.ranks as `python -m onebit.cli.demo.train SETTINGS`. All models see the same batches. The
+time of a step is the slowest rank's; measuring held-out losses takes no time of a run. Rank 0 prints what happens in
+lines of JSON behind a mark.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,11 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.cli.demo.model import Text, Transformer, loss_of
+from onebit.cli.paced_link import PacedLink, measured_rate
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
 BATCH = 16
-HELD_OUT = 512
+HELD_OUT = 256  # windows
+NORM = 1.0  # that gradients are clipped to, as is usual for language models
+RISING = 0.25  # the part of all steps in which the learning rate rises: the best of 0.1 and 0.25 for Adam
+POINTS = 20  # of a curve of held-out losses
 BETAS = (0.9, 0.98)
 RATE = {"adam": 3e-3, "lamb": 2e-2}
 WARMUP = {"adam": 0.25, "lamb": 0.3}  # the part of all steps before the freeze
@@ -38,8 +45,9 @@ NAMES = {"adam": ("Adam", "1-bit Adam", "0/1 Adam"), "lamb": ("LAMB", "1-bit LAM
 class Settings:
     optimizer: str = "adam"
     ranks: int = 2
-    steps: int = 400
+    steps: int = 250
     seed: int = 0
+    link: float | None = 100e6  # bits a second between the ranks; None: as fast as this machine is
 
     @property
     def freeze_step(self) -> int:
@@ -55,6 +63,7 @@ class Start:
     device: str
     backend: str
     elements: int
+    rate: float | None = None  # of the link as measured, where it is paced
 
 
 @dataclass(frozen=True)
@@ -66,12 +75,13 @@ class Step:
     losses: list[float]
     seconds: list[float]
     sent: list[int]
+    held_out: list[float] | None = None  # losses after this step on text that nobody trains on, at some steps
 
 
 @dataclass(frozen=True)
 class End:
-    losses: list[float]  # on text that nobody trained on
     reports: list[str]  # of the optimizers but the first, on rank 0
+    rate: float | None = None  # of the link as measured once more
 
 
 class Run:
@@ -85,7 +95,7 @@ class Run:
             self.optimizer,
             max_lr=RATE[settings.optimizer],
             total_steps=settings.steps,
-            pct_start=max(0.1, 2 / settings.steps),  # with one step of rising rates it divides by zero
+            pct_start=max(RISING, 2 / settings.steps),  # with one step of rising rates it divides by zero
             cycle_momentum=False,
         )
         self.elements = sum(p.numel() for p in self.model.parameters())
@@ -112,6 +122,10 @@ class Run:
         self.optimizer.zero_grad()
         loss = loss_of(self.model, windows)
         loss.backward()
+        if isinstance(self.optimizer, OneBitOptimizer):
+            self.optimizer.clip_grad_norm_(NORM)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), NORM)
         self.optimizer.step()
         loss = loss.detach().cpu()
         dist.barrier()  # nothing of this step is under way any more
@@ -127,34 +141,59 @@ class Run:
 
 def train(settings: Settings, rank: int, device: torch.device) -> None:
     text = Text()
-    runs = [Run(settings, name, text.letters, device) for name in settings.names]
-    source = torch.Generator().manual_seed(1000 * settings.seed + rank)
-    _print_line(rank, Start(device.type, dist.get_backend(), runs[0].elements))
-    for step in range(1, settings.steps + 1):
-        windows = text.batch(BATCH, source).to(device)
-        losses, seconds = zip(*(run.step(windows) for run in runs), strict=True)
-        sent = [run.sent for run in runs]
-        _print_line(rank, Step(step, runs[1].compressing, _mean(list(losses), device), list(seconds), sent))
-    windows = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
-    held_out = _mean([run.held_out_loss(windows) for run in runs], device)
-    reports = [str(run.optimizer.report()) for run in runs[1:] if isinstance(run.optimizer, OneBitOptimizer)]
-    _print_line(rank, End(held_out, reports))
+    _compile_passes(settings, text, device)
+    with _paced(settings.link) as link:
+        runs = [Run(settings, name, text.letters, device) for name in settings.names]
+        source = torch.Generator().manual_seed(1000 * settings.seed + rank)
+        held_out = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
+        rate = measured_rate(link.bits, device) if link else None
+        _print_line(rank, Start(device.type, dist.get_backend(), runs[0].elements, rate))
+        for step in range(1, settings.steps + 1):
+            windows = text.batch(BATCH, source).to(device)
+            losses, seconds = zip(*(run.step(windows) for run in runs), strict=True)
+            sent, point = [run.sent for run in runs], None
+            if step % max(1, settings.steps // POINTS) == 0 or step in (1, settings.steps):
+                point = _mean([run.held_out_loss(held_out) for run in runs], device)
+            means = _mean(list(losses), device)
+            _print_line(rank, Step(step, runs[1].compressing, means, list(seconds), sent, point))
+        reports = [str(run.optimizer.report()) for run in runs[1:] if isinstance(run.optimizer, OneBitOptimizer)]
+        _print_line(rank, End(reports, measured_rate(link.bits, device) if link else None))
+
+
+def _compile_passes(settings: Settings, text: Text, device: torch.device) -> None:
+    """Step other models, so that no step that counts compiles what it runs: seconds, on a new machine."""
+    few = replace(settings, steps=10)
+    for run in [Run(few, name, text.letters, device) for name in settings.names]:
+        for _ in range(few.steps):
+            run.step(text.batch(1, torch.Generator()).to(device))
+
+
+@contextlib.contextmanager
+def _paced(link: float | None) -> Iterator[PacedLink | None]:
+    paced = None if link is None else PacedLink(link)
+    try:
+        yield paced
+    finally:
+        if paced is not None:
+            paced.close()
 
 
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     rank = int(os.environ["RANK"])
-    cuda = torch.cuda.device_count() >= settings.ranks
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+    # Over Gloo ranks may share a GPU, and all that they send passes sockets.
+    backend = "nccl" if gpus >= settings.ranks and settings.link is None else "gloo"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        backend,
         store=TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])),
         rank=rank,
         world_size=settings.ranks,
         timeout=timedelta(minutes=2),
-        device_id=device if cuda else None,
+        device_id=device if backend == "nccl" else None,
     )
     train(settings, rank, device)
     dist.barrier()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from onebit.cli.arguments import EXPONENTS, number_of
+from onebit.cli.arguments import bit_rate, number_of
 from onebit.cli.plan.cluster import Levels, Transport
 from onebit.cli.plan.model import Overlap
 from onebit.collectives.reply import AskedReply
@@ -67,15 +66,6 @@ def steps(text: str) -> int:
     return count(text, MOST_STEPS)
 
 
-def rate(text: str) -> float:
-    """100gbit, 4.1Gbit/s, 800mbit"""
-    match = re.fullmatch(r"([\d.]+)\s*([kmgt])bit(?:/s)?", text.strip().lower())
-    value = number(match[1]) if match else 0.0
-    if match is None or not value > 0:
-        raise ArgumentTypeError(f"{text!r} is no rate: write a number and a unit, as 100gbit, 4.1gbit or 800mbit")
-    return value * 10.0 ** EXPONENTS[match[2]]
-
-
 def gigabytes(text: str) -> float:
     if not (value := number(text)):
         raise ArgumentTypeError(f"{text!r} is no rate of memory or links: give GB/s, above 0")
@@ -122,7 +112,7 @@ OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
     "levels": (one_of(*get_args(Levels)), "of ranks in stage 2: 2, as node_group='auto' (default), or 1, as with None"),
     "gpus": (count, "in all"),
     "gpus_per_node": (count, "that share a node's network (default: 8)"),
-    "network": (rate, "what arrives of what a node sends, by iperf for one: 100gbit, 4.1gbit"),
+    "network": (bit_rate, "what arrives of what a node sends, by iperf for one: 100gbit, 4.1gbit"),
     "rtt": (lambda text: 1e-3 * number(text), "ms, round trip between nodes, by ping (default: 0)"),
     "latency": (lambda text: 1e-6 * number(text), "us, of a message that no other hides (default: 20, assumed)"),
     "transport": (one_of(*get_args(Transport)), "nccl (default) or gloo: how often a step waits for the round trip"),

@@ -17,11 +17,14 @@ import torch
 from torch.distributed import TCPStore
 
 from onebit.cli import main as cli
+from onebit.cli.arguments import CommandError
 from onebit.cli.demo import command as demo
 from onebit.cli.demo import ranks
-from onebit.cli.demo import report as demo_report
 from onebit.cli.demo.model import LENGTH, Text, Transformer, loss_of
+from onebit.cli.demo.picture import plot
 from onebit.cli.demo.ranks import DemoError, Process, lines_of
+from onebit.cli.demo.record import Record
+from onebit.cli.demo.report import UNPACED, describe, progress_line, verdict
 from onebit.cli.demo.train import MARK, End, Settings, Start, Step, parse_line
 from tests import forked
 from tests.limits import HUNG
@@ -32,7 +35,7 @@ PNG = b"\x89PNG"
 
 def table(text):
     """What stands in the table: a row's numbers."""
-    rows = re.findall(r"^  +(\S.*?)((?: {2,}[\d.]+(?: MB| ms)?(?=  |$))+)(?:  .*)?$", text, re.MULTILINE)
+    rows = re.findall(r"^  +(\S.*?)((?: {2,}[\d.]+(?: MB| ms| s)?(?=  |$))+)(?:  .*)?$", text, re.MULTILINE)
     return {name: tuple(map(float, re.findall(r"[\d.]+", cells))) for name, cells in rows}
 
 
@@ -40,7 +43,7 @@ def test_adam_and_its_twins(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(ranks, "subprocess", forked)
     out = tmp_path / "plot.png"
-    assert cli.main(["demo", "--steps", "32", "--out", str(out)]) == 0
+    assert cli.main(["demo", "--steps", "32", "--link", "none", "--out", str(out)]) == 0
     result = capsys.readouterr()
     assert out.read_bytes().startswith(PNG)
     assert "starting 2 ranks" in result.err and "\033" not in result.err
@@ -58,12 +61,23 @@ def test_adam_and_its_twins(tmp_path, monkeypatch, capsys):
     assert "1-bit Adam, optimizer.report():" in result.out and "0/1 Adam, optimizer.report():" in result.out
     assert "uncompressed        8 steps" in result.out and "uncompressed       13 steps" in result.out
     assert "from step 9 on" in result.out and f"Plot: {out}" in result.out
-    assert result.out.split("\nPlot")[0].endswith(demo_report.NOTE + "\n")
+    assert "no link between them" in result.out and result.out.endswith(f"\n{UNPACED}\n")
+
+
+def test_a_link_is_paced_measured_and_judged(tmp_path, monkeypatch, capsys):
+    """A busy machine may not keep it: then that is said, in place of seconds."""
+    monkeypatch.setattr(ranks, "subprocess", forked)
+    assert cli.main(["demo", "--steps", "10", "--out", str(tmp_path / "plot.png")]) == 0
+    out = capsys.readouterr().out
+    found = re.search(r"a link of 100 Mbit/s \(measured before and after: ([\d.]+) Mbit/s and ([\d.]+) Mbit/s\)", out)
+    kept = all(85 <= float(rate) <= 115 for rate in found.groups())
+    assert ("training" in table(out)) == kept
+    assert ("Adam's last loss" if kept else "No verdict on time") in out.splitlines()[-1]
 
 
 def test_lamb_and_its_twin_in_the_background(tmp_path):
     """With its standard input closed."""
-    command = [*COMMAND, "--optimizer=lamb", "--steps=20", "--seed=3", f"--out={tmp_path / 'plot.png'}"]
+    command = [*COMMAND, "--optimizer=lamb", "--steps=20", "--seed=3", f"--out={tmp_path / 'plot.png'}", "--link=none"]
     background = ["sh", "-c", '"$@" <&- & wait $!', "sh"] if os.name == "posix" else []
     result = subprocess.run([*background, *command], capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr
@@ -91,7 +105,7 @@ def test_no_rank_outlives_a_killed_demo(tmp_path):
     command = [*COMMAND, "--steps", "2000", "--out", str(tmp_path / "plot.png")]
     demo = forked.Popen(command, os.environ)
     try:
-        assert any(re.match(r"\d+/2000 stage 1", line) for line in demo.stdout)
+        assert any(re.match(r"\[\.{20}\] \d+/2000 ", line) for line in demo.stdout)
         of_demo = children(demo.pid)
         assert sorted(of_demo) == [0, 1]
     finally:
@@ -171,34 +185,87 @@ def test_of_ranks_that_ended_one_that_a_signal_has_ended_is_named(monkeypatch):
         list(lines_of(Settings()))
 
 
-def record():
+def record(link=None, rates=(None, None), last=1.0):
     """Six steps, the last four of them in stage 2."""
-    made = demo_report.Record(Settings(steps=6))
-    made.add(Start("cpu", "gloo", 1000))
+    made = Record(Settings(steps=6, link=link))
+    made.add(Start("cpu", "gloo", 1000, rates[0]))
     for i in range(1, 7):
         sent = [4_000_000 * i, 4_000_000 * min(i, 2) + 100_000 * max(0, i - 2)]
         sent.append(2_000_000 * i)
         losses, seconds = [5.0 - i / 2, 5.5 - i / 2, 6 - i / 2], [0.5, 0.25 if i > 2 else 0.5, 0.4]
-        made.add(Step(i, i > 2, losses, seconds, sent))
-    made.add(End([1.5, 1.25, 1.0], ["it pays\nlittle", "it pays"]))
+        held_out = {1: [5.0, 5.0, 5.0], 4: [2.5, 2.0, 1.75], 6: [1.5, 1.25, last]}.get(i)
+        made.add(Step(i, i > 2, losses, seconds, sent, held_out))
+    made.add(End(["it pays\nlittle", "it pays"], rates[1]))
     return made
 
 
 def test_the_table_and_the_progress_line_have_the_numbers():
-    text = demo_report.describe(record())
+    text = describe(record())
     assert table(text) == {
         "validation loss": (1.5, 1.25, 1.0),
         "sent by each rank": (24.0, 8.4, 12.0),
         "of it in stage 2": (16.0, 0.4, 8.0),
-        "time a step, stage 2": (500, 250, 400),
+        "training": (3.0, 2.0, 2.4),
+        "a step in stage 2": (500, 250, 400),
     }
-    assert "40.0 and 2.0 times less" in text and "2.0 and 1.2 times as fast" in text
+    assert "2.9 and 2.0 times less" in text and "40.0 and 2.0 times less" in text
+    assert "1.5 and 1.2 times as fast" in text and "2.0 and 1.2 times as fast" in text
     assert "1-bit Adam, optimizer.report():\n  it pays\n  little\n\n0/1 Adam, optimizer.report():\n  it pays" in text
     made = record()
     made.settings = replace(made.settings, steps=16)  # of 1.4 and 1.15 s until now
-    line = demo_report.progress_line(made)
-    for shown in ("6/16 stage 2", "Adam 3.250, 1-bit 3.750, 0/1 4.250", "24, 8, 12 MB sent", "12 s left"):
+    line = progress_line(made)
+    for shown in ("[#######.............] 6/16", "Adam 3.250, 1-bit 3.750, 0/1 4.250", "12 s left"):
         assert shown in line
+    assert len(line) < 80
+
+
+def test_the_verdict_is_of_a_link_that_is_kept_and_of_a_loss_that_is_reached():
+    """0/1 Adam has Adam's last loss, 1.5, a third of the way from its second point, at 1.6 s, to its last, at 2.4 s."""
+    kept = {"link": 1e8, "rates": (9e7, 1.1e8)}
+    assert verdict(record(**kept)) == "0/1 Adam reaches Adam's last loss 1.6 times as soon"
+    assert record().times_as_soon() == pytest.approx(3.0 / (1.6 + 0.8 / 3))
+    assert record(last=1.5).times_as_soon() == pytest.approx(3.0 / 2.4)
+    assert record(last=1.51).times_as_soon() is None
+    assert verdict(record(**kept, last=1.625)).endswith(
+        "in these steps: they end with Adam at 1.500 and 0/1 Adam at 1.625"
+    )
+    assert verdict(record()) == UNPACED
+    for rates in ((8.4e7, 1e8), (1e8, 1.16e8)):
+        busy = record(link=1e8, rates=rates)
+        assert "No verdict on time: a link of 100 Mbit/s was asked for" in verdict(busy)
+        assert "training" not in table(describe(busy)) and "100 Mbit/s" in describe(busy)
+
+
+@pytest.mark.parametrize("rates", [(1e8, 1e8), (1e8, 8e7)])
+def test_the_plot_has_seconds_only_of_a_link_that_is_kept(rates, tmp_path, monkeypatch):
+    drawing = pytest.importorskip("matplotlib.figure")
+    figures = []
+    monkeypatch.setattr(drawing.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    plot(record(link=1e8, rates=rates), tmp_path / "plot.png")
+    (figure,) = figures
+    axes = {each.get_ylabel(): each for each in figure.axes}
+    kept = rates[1] == 1e8
+    assert ("held-out loss" in axes) == kept and {"training loss", "MB sent by each rank"} < {*axes, ""}
+    assert "in the whole run 0/1 Adam sends 2.0 times less than Adam" in figure.get_suptitle()
+    assert ("0/1 Adam reaches Adam's last loss 1.6 times as soon" in figure.get_suptitle()) == kept
+    if kept:
+        adam, twin, *_ = axes["held-out loss"].get_lines()[::2]
+        assert (list(adam.get_xdata()), list(adam.get_ydata())) == ([0.5, 2.0, 3.0], [5.0, 2.5, 1.5])
+        assert adam.get_linestyle() == "-" and twin.get_linestyle() == "--" and twin.zorder > adam.zorder
+
+
+def test_links_that_cannot_be_are_errors(monkeypatch, capsys):
+    assert demo.link_of(None, 2) == 1e8 and demo.link_of("none", 2) is None and demo.link_of(1e9, 2) == 1e9
+    assert demo.link_of(None, 3) is None
+    with pytest.raises(CommandError, match=r"--link 1 Gbit/s with 3 ranks can't be: a link joins two ranks\. Give"):
+        demo.link_of(1e9, 3)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert demo.link_of(None, 2) is None
+    with pytest.raises(CommandError, match="only Linux paces sockets, not darwin"):
+        demo.link_of(1e9, 2)
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--link", "fast"])
+    assert "'fast' is no rate: write a number and a unit" in capsys.readouterr().err
 
 
 def test_what_rank_0_prints_is_what_is_read():
