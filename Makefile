@@ -57,7 +57,7 @@ format: $(STAMP)  ## format and sort imports
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(STAMP)  ## measure kernels and network against the targets; BENCH_ARGS="--only kernels". The network needs root
+bench: $(STAMP)  ## measure kernels and network against the targets; BENCH_ARGS="--only kernels". The network needs Linux
 	@$(BIN)/python -m perf.bench $(BENCH_ARGS)
 
 fuzz: $(STAMP)  ## 100,000 cases of random and mutated input: only documented errors; and 1,000 random runs, interrupted; FUZZ_ARGS="--seed 1"
@@ -87,9 +87,13 @@ clean:  ## remove .venv, caches and build outputs
 	@$(PYTHON) -m venv .venv
 
 # --no-compile: Python compiles the modules that are imported, pip all 14,000, for more than a minute.
+# pip's output is shown where it fails; a dot stands for five seconds.
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "Installing onebit and what it needs here ($(EXTRAS_$*)) into .venv: once, a minute or two on a fast connection"
-	@$(BIN)/python -m pip --disable-pip-version-check install --no-compile --no-input $(PIP_ARGS) \
-	    -c constraints.txt -e '.[$(EXTRAS_$*)]'
+	@printf '%s' "Installing onebit and what it needs here ($(EXTRAS_$*)) into .venv: once, a minute or two on a fast connection "
+	@rm -f .venv/pip.status; \
+	( $(BIN)/python -m pip --disable-pip-version-check install --no-compile --no-input $(PIP_ARGS) \
+	    -c constraints.txt -e '.[$(EXTRAS_$*)]' >.venv/pip.log 2>&1; echo $$? >.venv/pip.status ) & \
+	n=0; until [ -s .venv/pip.status ]; do sleep 1; n=$$((n + 1)); [ $$((n % 5)) -gt 0 ] || printf .; done; echo; \
+	[ "$$(cat .venv/pip.status)" = 0 ] || { cat .venv/pip.log; exit 1; }
 	@touch $@ $(HAS_$*)
 	@echo "Installed"

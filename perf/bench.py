@@ -4,7 +4,8 @@
 
 Each section is a benchmark of its own, run in a process of its own, that leaves a record and a plot in the folder.
 Here they are started one after the other, so that none disturbs another, and targets are read from their records. A
-section that cannot be measured here (the network needs root on Linux) has no targets in the table but a reason.
+section that cannot be measured here (the network needs Linux) has no targets in the table but a reason. Networks are
+made of namespaces, as root or within a user namespace; where neither may be, two hosts are joined by paced sockets.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from pathlib import Path
 
 from onebit.kernels.tuning.machine import provenance
 from perf.command import CANNOT_MEASURE, add_out, list_of, make_folder, one_of
+from perf.lab.paced import best_network
 from perf.records import cpu_name, read_record, write_record
 from perf.targets import Target, targets_of
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+NETWORK = "--network"
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Section:
 
     name: str
     title: str
-    command: tuple[str, ...]  # after `python -m`
+    command: tuple[str, ...]  # after `python -m`; NETWORK stands for the option that makes a network here
     seconds: int  # more than it takes on two cores; then it is stopped
 
 
@@ -41,15 +46,19 @@ STEP = ("--name=bench", "--rates=1gbit", "--variants=fp32,fp16,adam-2,adam-2-ove
 SECTIONS = (
     Section("kernels", "Every pass against a plain copy", ("perf.kernels",), 120),
     Section("optimizer", "A whole step on one rank beside AdamW's", ("perf.optimizer_step",), 120),
-    Section("network", "The all-reduce in the network lab", ("perf.all_reduce", "--lab", "--repeats=3"), 540),
-    Section("step", "A training step in the network lab", ("perf.train_step", "--lab", *STEP), 480),
+    Section("network", "The all-reduce over links of known rates", ("perf.all_reduce", NETWORK, "--repeats=3"), 540),
+    Section("step", "A training step over such a link", ("perf.train_step", NETWORK, *STEP), 480),
 )
 
 
 def run(section: Section, out: Path) -> tuple[list[Target], str]:
     """A section's targets, and why there are none if there are none."""
     before = _written(out)
-    command = [sys.executable, "-m", *section.command, f"--out={out}"]
+    words = list(section.command)
+    if NETWORK in words:
+        words[words.index(NETWORK)], how = best_network()
+        print(f"The network: {how}\n", flush=True)
+    command = [sys.executable, "-m", *words, f"--out={out}"]
     started = subprocess.Popen(command, cwd=ROOT)
     try:
         status = started.wait(section.seconds)

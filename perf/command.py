@@ -74,12 +74,14 @@ def link(text: str) -> str:
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     """Options of what is measured on ranks: in the lab, or on a group that is there."""
-    parser.add_argument("--lab", action="store_true", help="on networks made on this machine: root on Linux")
-    parser.add_argument("--rates", type=list_of(link), help="of the lab's links: 100mbit,1gbit,100mbit+50ms,unshaped")
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument("--lab", action="store_true", help="on networks of namespaces made on this machine (Linux)")
+    network.add_argument("--paced", action="store_true", help="two hosts joined by paced sockets (Linux, any user)")
+    parser.add_argument("--rates", type=list_of(link), help="of these links: 100mbit,1gbit,unshaped; lab: 100mbit+50ms")
     parser.add_argument(
-        "--device", help="auto, cpu or cuda, which all hosts of the lab share (default: auto; lab: cpu)"
+        "--device", help="auto, cpu or cuda, which all hosts of a network share (default: auto; networks: cpu)"
     )
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="without --lab: gloo on a CPU, nccl on a GPU")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="without a network: gloo on a CPU, nccl on a GPU")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)  # a rank of --lab, with these arguments
 
 
@@ -93,13 +95,16 @@ def differing(arguments: argparse.Namespace, standard: Mapping[str, Any]) -> lis
     return words
 
 
-def refuse_idle(
-    parser: argparse.ArgumentParser, arguments: argparse.Namespace, in_lab: Sequence[str], in_group: Sequence[str]
-) -> None:
-    """End with an error where an option is given that means nothing with --lab, or without it."""
-    given = [f"--{name}" for name in (in_group if arguments.lab else in_lab) if getattr(arguments, name) is not None]
-    if given:
-        parser.error(f"{' and '.join(given)}: only {'without' if arguments.lab else 'with'} --lab")
+def refuse_idle(parser: argparse.ArgumentParser, arguments: argparse.Namespace, in_lab: Sequence[str]) -> None:
+    """End with an error where an option is given that means nothing on such a network, or without one."""
+    for names, there, where in (
+        (in_lab, arguments.lab, "with --lab"),
+        (["rates"], arguments.lab or arguments.paced, "with --lab or --paced"),
+        (["backend"], not (arguments.lab or arguments.paced), "without --lab and --paced"),
+    ):
+        given = [f"--{name}" for name in names if getattr(arguments, name) is not None]
+        if given and not there:
+            parser.error(f"{' and '.join(given)}: only {where}")
 
 
 def set_defaults(arguments: argparse.Namespace, defaults: dict[str, Any]) -> None:

@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, by stages that fit ten minutes each, the most important first:
+#     link       a training step of GPT-2 small (random tokens, bf16 autocast) and an all-reduce of two ranks that share
+#                the GPU, over NCCL on links of 1, 10 and 25 Gbit/s (paced sockets: any user); four ranks: two nodes of
+#                two, HSDP 2 x 2
 #     check      the kernels' tests on the device, in parallel
 #     sanitizer  compute-sanitizer on odd sizes, where it is installed
 #     kernels    every pass in fp32 and bf16 against a copy, after tuning; ncu on each kernel, where it works; an
@@ -22,9 +25,9 @@ while [ $# -gt 0 ]; do
     case $1 in
         --rehearse) rehearse=1 device=cpu ;;
         --out) out=${2:?--out needs a folder}; shift ;;
-        all) stages+=(check sanitizer kernels ranks step profile) ;;
-        check | sanitizer | kernels | ranks | step | profile) stages+=("$1") ;;
-        *) echo "error: no stage is called '$1': check, sanitizer, kernels, ranks, step, profile or all" >&2; exit 2 ;;
+        all) stages+=(link check sanitizer kernels ranks step profile) ;;
+        link | check | sanitizer | kernels | ranks | step | profile) stages+=("$1") ;;
+        *) echo "error: no stage is called '$1': link, check, sanitizer, kernels, ranks, step, profile or all" >&2; exit 2 ;;
     esac
     shift
 done
@@ -53,6 +56,17 @@ run() { # NAME COMMAND...: its output to a log, at most nine and a half minutes
 }
 has() { [ ! "$rehearse" ] && command -v "$1" >/dev/null; }
 
+link() {
+    local model=gpt2 rates=1gbit,10gbit,25gbit elements=25_000_000 repeats=5 workers=(-n 4 --dist load)
+    [ "$rehearse" ] && model=gpt2-tiny rates=20mbit elements=2**16 repeats=1 workers=(--collect-only)
+    local variants=fp32,bf16,powersgd-1-soon,powersgd-4-soon,adam-1,adam-2,adam-2-overlap,zero-one
+    run link-step "$python" -m perf.train_step --paced --model "$model" --device "$device" --rates "$rates" \
+        --variants "$variants" --repeats "$repeats" --name "$model" --out "$out"
+    run link-all-reduce "$python" -m perf.all_reduce --paced --device "$device" --rates "$rates" --direct \
+        --elements "$elements" --repeats "$repeats" --out "$out"
+    run link-ranks env ONEBIT_TUNE=0 "$python" -m pytest -q -p no:cacheprovider --timeout 150 -m gpu "${workers[@]}" \
+        tests/onebit/parallel/test_nccl_nodes.py
+}
 check() {
     local files workers=(-n 10 --dist load)
     files=$(ls tests/kernels/test_*.py | grep -v -e test_aot -e test_tuning -e test_compiled)

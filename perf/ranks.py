@@ -19,8 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit.cli.arguments import CommandError, pick_device
+from onebit.cli.paced_link import PacedLink, measured_rate
 from onebit.kernels.tuning.machine import device_name
 from perf.command import WrongResult
+from perf.lab.paced import PACED, check_kept
+from perf.lab.rates import rate_bits
 
 Show = Callable[[str], None]  # a line of progress
 LONGEST = 3600  # seconds for one network of the lab, or for a collective
@@ -37,6 +40,7 @@ class Ranks:
     def __init__(self, device: torch.device, show: Show, each: int = 1, one_clock: bool = False) -> None:
         self.device, self.each, self._show, self._shown = device, each, show, 0.0
         self.one_clock = one_clock
+        self.link_rate: float | None = None  # bits a second as measured, where sockets are paced
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def progress(self, text: str) -> None:
@@ -76,11 +80,16 @@ class Ranks:
         return time.perf_counter() - start
 
     def bytes_sent(self) -> float:
-        """The counter of this host's interface; nan where other ranks than its `each` may use it."""
+        """The counter of this host's interface; nan where other ranks than its `each` may use it, as on loopback."""
         names = (os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL"))
         name = next((name for name in names if name), None)
         counters = Path("/proc/net/dev")
-        if name is None or os.environ.get("LOCAL_WORLD_SIZE") != str(self.each) or not counters.exists():
+        if (
+            name is None
+            or name == "lo"
+            or os.environ.get("LOCAL_WORLD_SIZE") != str(self.each)
+            or not counters.exists()
+        ):
             return math.nan
         line = re.search(rf"^\s*{re.escape(name)}:(.*)$", counters.read_text(encoding="ascii"), re.MULTILINE)
         return float(line[1].split()[8]) if line else math.nan
@@ -103,7 +112,7 @@ def check_same(ranks: Ranks, x: Tensor, when: str) -> None:
 def require_group() -> None:
     """CommandError where there is no process group and no launcher's environment to make one from."""
     if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
-        raise CommandError("there is no group to measure on: start it with torchrun, or give it --lab (root on Linux)")
+        raise CommandError("there is no group to measure on: start it with torchrun, or give it --lab or --paced")
 
 
 @contextlib.contextmanager
@@ -121,10 +130,24 @@ def process_group(arguments: argparse.Namespace, show: Show, each: int = 1) -> I
         ranks = Ranks(device, show, each, one_clock=ONE_CLOCK in os.environ)
         if ranks.size == 1:
             raise CommandError("a group of one rank has nothing to send: start two or more")
-        yield ranks
+        with _paced(ranks, os.environ.get(PACED)):
+            yield ranks
     finally:
         if own:
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _paced(ranks: Ranks, link: str | None) -> Iterator[None]:
+    """Pace what this process sends, where `link` says how fast; WrongLink where that is not what is measured."""
+    if link is None or (bits := rate_bits(link)) is None:
+        yield
+        return
+    with contextlib.closing(PacedLink(bits)):
+        ranks.progress(f"measuring the link of {link}")
+        ranks.link_rate = measured_rate(bits, ranks.device)
+        check_kept(link, ranks.link_rate)
+        yield
 
 
 def describe_group(ranks: Ranks) -> dict[str, Any]:

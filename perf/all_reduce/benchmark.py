@@ -2,11 +2,13 @@
 
     python -m perf.all_reduce --lab [--hosts 4] [--rates 100mbit,1gbit,100mbit+50ms] [--elements 2**20]
     python -m perf.all_reduce --lab --each 4 [--hosts 2]
+    python -m perf.all_reduce --paced [--rates 100mbit,1gbit] [--elements 2**20]
     torchrun ... -m perf.all_reduce [--elements 2**28]
 
-The first needs root on Linux: it builds a network of hosts on this machine (perf.lab) and starts a rank in
-each. The second starts four ranks in each, and measures 1 bit with one level and with two, in which a host is one
-rank to the network. The third measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs.
+The first needs Linux, and root or user namespaces: it builds a network of hosts on this machine (perf.lab) and starts
+a rank in each. The second starts four ranks in each, and measures 1 bit with one level and with two, in which a host is
+one rank to the network. The third needs Linux alone: two ranks whose sockets are paced (perf.lab.paced). The last
+measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs.
 
 A time is the slowest rank's, the median of several calls after one that does not count, a barrier before each. Kinds
 take turns, so that what slows the machine for a while slows all of them. Bytes are those of all these calls by the
@@ -39,7 +41,8 @@ from perf.command import (
     refuse_idle,
     set_defaults,
 )
-from perf.lab.network import NetworkLab
+from perf.lab.namespaces import LabUnavailable, enter_user_namespace
+from perf.lab.paced import open_network, skipping_refused_links
 from perf.lab.workers import print_progress, print_result, run_worker, run_workers, worker
 from perf.ranks import require_group
 from perf.records import load_average
@@ -53,11 +56,12 @@ def run_lab(arguments: argparse.Namespace, progress: Progress) -> list[Any]:
     argv = [*WORKER, *worker(arguments)]
     for hosts in arguments.hosts:
         progress.show(f"{hosts} hosts: setting up the network")
-        with NetworkLab(hosts, each=arguments.each) as lab:
+        with open_network(arguments, hosts, arguments.each) as lab:
             for rate in arguments.rates:
                 lab.set_link(rate)
                 own: list[Any] = []
-                run_workers(lab, argv, progress, {"Row": Row.of}, own.append)
+                with skipping_refused_links(arguments):
+                    run_workers(lab, argv, progress, {"Row": Row.of}, own.append)
                 found += [replace(each, rate=rate) if isinstance(each, Row) else each for each in own]
     return found
 
@@ -65,11 +69,15 @@ def run_lab(arguments: argparse.Namespace, progress: Progress) -> list[Any]:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.worker:
         return run_worker(lambda: run_rank(arguments, print_progress, print_result))
+    if arguments.lab:
+        enter_user_namespace()
     load, progress = load_average(), Progress()
     make_folder(arguments.out)
     found: list[Any] = []
-    if arguments.lab:
+    if arguments.lab or arguments.paced:
         found = run_lab(arguments, progress)
+        if not found:
+            raise LabUnavailable("no link was what was asked for")
     else:
         require_group()
         run_rank(arguments, progress.show, found.append)
@@ -106,8 +114,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.worker:
         return argparse.Namespace(**{**arguments.worker, "worker": True})
-    refuse_idle(parser, arguments, in_lab=("hosts", "each", "rates"), in_group=("backend",))
-    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto", "each": 1})
+    refuse_idle(parser, arguments, in_lab=("hosts", "each"))
+    set_defaults(arguments, {"device": "cpu" if arguments.lab or arguments.paced else "auto", "each": 1})
     if arguments.direct and arguments.each > 1:
         parser.error("--direct: only with one rank a host")
     set_defaults(arguments, {name: standard(arguments)[name] for name in ("hosts", "rates", "elements")})

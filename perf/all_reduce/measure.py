@@ -38,6 +38,7 @@ class Row:
     chunks: int | None = None
     phases: dict[str, float] | None = None  # seconds of each alone, in the records of perf.cluster
     each: int = 1  # ranks a host
+    measured: float | None = None  # rate of the link, bits a second, where it is paced
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
@@ -94,7 +95,7 @@ def _compressed(ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chun
 
 def _row(ranks: Ranks, elements: int, kind: str) -> Row:
     """Of what is not yet measured."""
-    return Row(ranks.size // ranks.each, None, elements, kind, each=ranks.each)
+    return Row(ranks.size // ranks.each, None, elements, kind, each=ranks.each, measured=ranks.link_rate)
 
 
 def _uncompressed(ranks: Ranks, kind: str, source: Tensor) -> TimedKind:

@@ -13,6 +13,7 @@ from perf.all_reduce.measure import Row, by_kind
 from perf.all_reduce.plots import plot
 from perf.all_reduce.targets import faster, round_trips, smaller, targets
 from perf.command import differing
+from perf.lab.paced import measured_links
 from perf.records import machine, slug, write_record
 from perf.tables import cell
 from perf.targets import as_json
@@ -25,12 +26,13 @@ STANDARD: dict[str, Any] = {
     "in_a_row": 1,
     "direct": False,
 }
+PACED = {**STANDARD, "hosts": [2], "rates": ["100mbit", "1gbit"]}
 LEVELS = {**STANDARD, "hosts": [2], "rates": ["20mbit", "100mbit", "1gbit"], "elements": [2**21, 2**22]}
 
 
 def standard(arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of the run that is this one's standard."""
-    return STANDARD if arguments.each == 1 else LEVELS
+    return PACED if arguments.paced else STANDARD if arguments.each == 1 else LEVELS
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -55,17 +57,26 @@ def record_name(arguments: argparse.Namespace, group: dict[str, Any]) -> str:
     parts = ["all_reduce", group["device"]]
     if arguments.each > 1:
         parts += [f"{arguments.each}-ranks-a-host"]
-    if not arguments.lab:
+    if arguments.paced:
+        parts += ["paced", *([group["backend"]] if group["backend"] != "gloo" else [])]
+    elif not arguments.lab:
         parts += [group["backend"], f"{group['ranks']}-ranks"]
     return slug(*parts, *differing(arguments, standard(arguments)))
 
 
 def report(arguments: argparse.Namespace, rows: list[Row], group: dict[str, Any], load: float | None) -> None:
     """The table, the targets, the record and, of one rank a host, the plot."""
-    about = {**group, "lab": arguments.lab, **machine(), "load_before": load, "repeats": arguments.repeats}
+    about = {
+        **group,
+        "lab": arguments.lab,
+        "paced": arguments.paced,
+        **machine(),
+        "load_before": load,
+        "repeats": arguments.repeats,
+    }
     about |= {"chunks": arguments.chunks, "in_a_row": arguments.in_a_row, **provenance()}
     where = f"{group['device']}, {about['cpu_count']} cores, {group['backend']}, threads a rank: {group['threads']}"
-    print(f"{where}, load before: {load}\n\n{table(rows)}")
+    print(f"{where}, load before: {load}\n\n{table(rows)}\n{measured_links(rows)}")
     reached = targets(rows)
     print("".join(f"\n{target}" for target in reached))
     path = arguments.out / f"{record_name(arguments, group)}.json"

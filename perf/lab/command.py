@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from perf.command import exit_status
+from perf.lab.namespaces import enter_user_namespace
 from perf.lab.network import NetworkLab
 from perf.lab.rates import UNSHAPED
 
@@ -39,5 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("give a command for the hosts: -- script.py args")
+    enter_user_namespace()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     return exit_status("perf.lab", lambda: run(options, command), lost="it has ended")

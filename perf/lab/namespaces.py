@@ -16,6 +16,10 @@ from typing import Any
 
 NAME = re.compile(r"onebit-(\d+)-(\d+)-\d+-(?:bridge|host\d+)")  # owner's pid, its start time, serial, role
 
+# `ip netns` writes below /run, which is another's
+AS_ROOT = ("unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-ec",
+           'mount -t tmpfs tmpfs /run; exec "$@"')  # fmt: skip
+
 _serial = itertools.count()
 
 
@@ -31,7 +35,23 @@ def check_available() -> None:
     if missing:
         raise LabUnavailable(f"the network lab finds no {' and no '.join(missing)} on PATH: install iproute2")
     if os.geteuid():
-        raise LabUnavailable("the network lab makes network namespaces: run it as root")
+        raise LabUnavailable(
+            "the network lab makes network namespaces: run it as root, or where users may make user namespaces "
+            "(unshare -Urn true); --paced needs neither, for two hosts"
+        )
+
+
+def enter_user_namespace() -> None:
+    """Start this command again as root of a user namespace of its own, unless it is root or may not have one."""
+    if sys.platform == "linux" and os.geteuid() and allows_user_namespaces():
+        os.execvp(AS_ROOT[0], [*AS_ROOT, "sh", sys.executable, *sys.orig_argv[1:]])
+
+
+def allows_user_namespaces() -> bool:
+    """Whether this user may be root of a namespace, with networks and mounts of its own."""
+    if shutil.which(AS_ROOT[0]) is None:
+        return False
+    return subprocess.run([*AS_ROOT, "sh", "true"], capture_output=True).returncode == 0
 
 
 def execute(*argv: str, lines: Sequence[str] = ()) -> str:

@@ -28,18 +28,26 @@ import atexit
 import contextlib
 import json
 import logging
-import os
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from perf.lab import link_check
 from perf.lab.delay import DelayingRouter, WrongLink, check_rates, reach_round_trip
 from perf.lab.link_check import Host
-from perf.lab.namespaces import LabUnavailable, check_available, execute, new_prefix, remove, sweep_stale
-from perf.lab.processes import OnLine, Rank, Run, exit_on, held_signals, set_handlers
+from perf.lab.namespaces import (
+    LabUnavailable,
+    check_available,
+    execute,
+    new_prefix,
+    remove,
+    signal_all,
+    sweep_stale,
+)
+from perf.lab.processes import OnLine, Rank, Run, exit_on, held_signals, rank_variables, set_handlers
 from perf.lab.rates import UNSHAPED, parse_link, rate_bits, rtt_seconds
 
 INTERFACE = "eth0"
@@ -121,7 +129,9 @@ class NetworkLab:
         variables = [self._variables(rank, env or {}) for rank in range(self.hosts * self.each)]
         with held_signals():
             namespaces = [self.namespaces[rank // self.each] for rank in range(len(variables))]
-            self._run = Run([sys.executable, *argv], namespaces, variables, on_line, self._check_router)
+            commands = [["ip", "netns", "exec", name, sys.executable, *argv] for name in namespaces]
+            signal_hosts = partial(signal_all, self.namespaces)
+            self._run = Run(commands, variables, on_line, self._check_router, signal_hosts)
         return self._run
 
     def address(self, host: int) -> str:
@@ -161,15 +171,8 @@ class NetworkLab:
 
     def _variables(self, rank: int, env: Mapping[str, str]) -> dict[str, str]:
         """Of a rank's process."""
-        host, local = divmod(rank, self.each)
-        interface = {"GLOO_SOCKET_IFNAME": INTERFACE, "NCCL_SOCKET_IFNAME": INTERFACE}
-        interface |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
-        interface["NCCL_HOSTID"] = f"{self.bridge}-{host}"  # else NCCL refuses two ranks on one GPU
-        own = {"RANK": rank, "WORLD_SIZE": self.hosts * self.each, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": self.each}
-        own |= {"GROUP_RANK": host, "GROUP_WORLD_SIZE": self.hosts}  # hosts of a lab have one name and one boot id
         master = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(29500 + self._runs % 1000)}
-        common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ONEBIT_QUIET": "1", **os.environ, **interface}
-        return {**common, **{name: str(n) for name, n in own.items()}, **master, **env}
+        return {**rank_variables(rank, self.hosts, self.each, INTERFACE, self.bridge), **master, **env}
 
     def _build(self) -> None:
         began, logged = time.monotonic(), False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
@@ -11,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
-
-from perf.lab.namespaces import signal_all
 
 OnLine = Callable[[int, str], None]  # rank, line of output
 TAIL_LINES = 40
@@ -41,6 +40,18 @@ def held_signals() -> Iterator[list[int]]:
         set_handlers(former)
         if pending:
             signal.raise_signal(pending[0])
+
+
+def rank_variables(rank: int, hosts: int, each: int, interface: str, network: str) -> dict[str, str]:
+    """What torchrun gives a rank, `each` of them a host, and that it uses this interface. network: its own name."""
+    host, local = divmod(rank, each)
+    own = {"RANK": rank, "WORLD_SIZE": hosts * each, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": each}
+    own |= {"GROUP_RANK": host, "GROUP_WORLD_SIZE": hosts}  # the hosts have one name and one boot id
+    common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ONEBIT_QUIET": "1", **os.environ}
+    sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    sockets |= {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+    sockets["NCCL_HOSTID"] = f"{network}-{host}"  # else NCCL refuses two ranks on one GPU
+    return {**common, **sockets, **{name: str(n) for name, n in own.items()}}
 
 
 def exit_on(number: int, frame: FrameType | None) -> None:
@@ -74,25 +85,25 @@ class Rank:
 
 
 class Run:
-    """The processes of one `NetworkLab.start`, each in its namespace; `wait` sees them to their end."""
+    """The processes of one start on a network; `wait` sees them to their end."""
 
     def __init__(
         self,
-        argv: Sequence[str],
-        namespaces: Sequence[str],
+        commands: Sequence[Sequence[str]],
         variables: Sequence[dict[str, str]],
         on_line: OnLine | None,
         check_links: Callable[[], None],
+        signal_all: Callable[[int], None],
     ) -> None:
-        """`argv` in each namespace with its variables; `check_links` raises where the network is gone."""
+        """A command and its variables for each rank. `check_links` raises where the network is gone; `signal_all`
+        reaches what ranks have started, too."""
         self.ranks: list[Rank] = []
-        self._check_links = check_links
-        self._namespaces = namespaces
+        self._check_links, self._signal_all = check_links, signal_all
         self._readers: list[threading.Thread] = []
         one_at_a_time = threading.Lock()
-        for rank, env in enumerate(variables):
+        for rank, (command, env) in enumerate(zip(commands, variables, strict=True)):
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self._namespaces[rank], *argv],
+                command,
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -148,7 +159,7 @@ class Run:
     def _signal(self, number: int) -> None:
         for rank in self.ranks:
             rank.process.send_signal(number)  # it may not have entered its namespace yet
-        signal_all(list(dict.fromkeys(self._namespaces)), number)
+        self._signal_all(number)
 
     def _poll(self) -> bool:
         for rank in self.ranks:

@@ -18,13 +18,14 @@ from typing import Any
 from onebit.cli.progress import Progress
 from onebit.kernels.tuning import cache
 from perf.command import FAILED, WrongResult
-from perf.lab.network import NetworkLab
+from perf.lab.delay import WrongLink
+from perf.lab.paced import Network
 from perf.lab.processes import RankFailed
 from perf.lab.rates import rtt_seconds
 from perf.ranks import LONGEST, ONE_CLOCK
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRESS, RESULT, WRONG = "@progress ", "@result ", "@wrong "
+PROGRESS, RESULT, WRONG, REFUSED = "@progress ", "@result ", "@wrong ", "@refused "
 Publish = Callable[[Any], None]  # gets dataclasses, and descriptions, which are dicts
 
 
@@ -38,11 +39,11 @@ def print_result(found: Any) -> None:
 
 
 def run_worker(run: Callable[[], object]) -> int:
-    """The exit status of a rank: what is wrong with a result goes to the benchmark."""
+    """The exit status of a rank: what is wrong with a result or a link goes to the benchmark."""
     try:
         run()
-    except WrongResult as error:
-        print(f"{WRONG}{error}", flush=True)
+    except (WrongResult, WrongLink) as error:
+        print(f"{WRONG if isinstance(error, WrongResult) else REFUSED}{error}", flush=True)
         return FAILED
     return 0
 
@@ -64,7 +65,7 @@ def _no_choices() -> Iterator[str]:
 
 
 def run_workers(
-    lab: NetworkLab,
+    lab: Network,
     argv: Sequence[str],
     progress: Progress,
     kinds: Mapping[str, Callable[[Any], Any]] | None = None,
@@ -75,12 +76,14 @@ def run_workers(
     kinds: what makes a result of its fields, by the name of its class. WrongResult or RankFailed where a rank ends with
     an error. On links with a round trip ranks share a clock: their barriers would leave them a round trip apart.
     """
-    wrong: list[str] = []
+    wrong: list[Exception] = []
     network = f"{lab.hosts} hosts, {lab.link}"
 
     def on_line(rank: int, line: str) -> None:
         if line.startswith(WRONG):
-            wrong.append(line.removeprefix(WRONG))
+            wrong.append(WrongResult(f"{network}: {line.removeprefix(WRONG)}"))
+        elif line.startswith(REFUSED):
+            wrong.append(WrongLink(line.removeprefix(REFUSED)))
         elif rank == 0 and line.startswith(PROGRESS):
             progress.show(f"{network}: {line.removeprefix(PROGRESS)}")
         elif rank == 0 and line.startswith(RESULT):
@@ -95,4 +98,4 @@ def run_workers(
         try:
             lab.run(argv, timeout=LONGEST, env=env, on_line=on_line)
         except RankFailed as error:
-            raise (WrongResult(f"{network}: {wrong[0]}") if wrong else error) from error
+            raise (wrong[0] if wrong else error) from error

@@ -3,10 +3,10 @@
     python -m perf.methods
     python -m perf.methods --report      tables and plots of what is there, nothing is run
 
-Needs root on Linux: networks are made on this machine (perf.lab). Steps are timed on each of the links, and models are
-trained on links without a limit, since links decide only how long a step takes: the time of a run is its steps of each
-kind times what they took. Each method has the best of three learning rates, by the first seed. torchft's DiLoCo is
-timed where torchft is installed (Python 3.11).
+Needs Linux, and root or user namespaces: networks are made on this machine (perf.lab). Steps are timed on each of the
+links, and models are trained on links without a limit, since links decide only how long a step takes: the time of a run
+is its steps of each kind times what they took. Each method has the best of three learning rates, by the first seed.
+torchft's DiLoCo is timed where torchft is installed (Python 3.11).
 
 All that was found is kept as it comes, and what is there is not measured again, so that a comparison that was
 interrupted goes on where it was. The report is written to docs/methods.md.
@@ -22,6 +22,7 @@ from typing import Any
 from onebit.cli.progress import Progress
 from onebit.kernels.tuning.machine import provenance
 from perf.command import add_out, exit_status, make_folder
+from perf.lab.namespaces import enter_user_namespace
 from perf.lab.network import NetworkLab
 from perf.lab.rates import UNSHAPED
 from perf.methods.plan import (
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> None:
     make_folder(arguments.out)
     if not arguments.report:
+        enter_user_namespace()
         progress = Progress()
         for model in MODELS:
             for hosts in HOSTS:

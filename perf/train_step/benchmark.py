@@ -2,15 +2,18 @@
 
     python -m perf.train_step --lab [--hosts 4] [--rates 100mbit,300mbit,1gbit+10ms] [--share 0.925]
     python -m perf.train_step --lab --train [--steps 300] [--seeds 3]
+    python -m perf.train_step --paced [--rates 1gbit,10gbit] [--model gpt2 --device cuda]
     torchrun ... -m perf.train_step
 
-The first needs root on Linux: it builds a network of hosts on this machine (perf.lab), starts a rank in each
-and times a causal transformer's step at every rate. One more rate is chosen by itself: that at which the fp16
-all-reduce takes `--share` of the step, from a step and its bytes on links of any rate, and a trial. The second trains
-the variants whose losses are compared, on links of any rate, and adds loss against time to the same record (give both
-the same options): steps times the seconds of a step that the first has measured, since links only decide how long a
-step takes. Both keep what they have when they are interrupted; the second does not repeat runs that the record has.
-The third measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs, there with events on the stream.
+The first needs Linux, and root or user namespaces: it builds a network of hosts on this machine (perf.lab), starts a
+rank in each and times a causal transformer's step at every rate. One more rate is chosen by itself: that at which the
+fp16 all-reduce takes `--share` of the step, from a step and its bytes on links of any rate, and a trial. The second
+trains the variants whose losses are compared, on links of any rate, and adds loss against time to the same record (give
+both the same options): steps times the seconds of a step that the first has measured, since links only decide how long
+a step takes. Both keep what they have when they are interrupted; the second does not repeat runs that the record has.
+The third needs Linux alone: two ranks whose sockets are paced (perf.lab.paced); on one GPU they share it. The last
+measures on the group that it is started in: Gloo on CPUs, NCCL on GPUs, there with events on the stream. Where nothing
+was trained a table has the time of a run of --steps: the steps of each kind times what one takes.
 
 A step is the slowest rank's, the median of several, a barrier before each. As in Table 1 of 1-bit Adam (Tang et al.
 2021) it is
@@ -46,7 +49,8 @@ from perf.command import (
     refuse_idle,
     set_defaults,
 )
-from perf.lab.network import NetworkLab
+from perf.lab.namespaces import enter_user_namespace
+from perf.lab.paced import Network, measured_links, open_network, skipping_refused_links
 from perf.lab.rates import UNSHAPED
 from perf.lab.workers import Publish, print_progress, print_result, run_worker, run_workers, worker
 from perf.ranks import require_group
@@ -61,11 +65,12 @@ from perf.train_step.report import (
     loss_table,
     missing,
     record_name,
+    run_table,
     table,
     targets,
     with_settings,
 )
-from perf.train_step.variants import BASELINE, VARIANTS
+from perf.train_step.variants import BASELINE, GPT2S, TEXT, VARIANTS
 
 WORKER = ("-m", "perf.train_step")  # what a host of the lab runs
 
@@ -73,7 +78,7 @@ WORKER = ("-m", "perf.train_step")  # what a host of the lab runs
 def run_lab(arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> None:
     """One process a host for every rate, or for all training runs."""
     progress.show(f"{arguments.hosts} hosts: setting up the network")
-    with NetworkLab(arguments.hosts) as lab:
+    with open_network(arguments, arguments.hosts) as lab:
         if arguments.train:
             if arguments.runs:
                 on_lab(lab, arguments, progress, record.add)
@@ -84,10 +89,11 @@ def run_lab(arguments: argparse.Namespace, record: StepRecord, progress: Progres
             record.about["share_rate"] = rates[0]
         for rate in rates:
             lab.set_link(rate)
-            on_lab(lab, arguments, progress, record.add)
+            with skipping_refused_links(arguments):
+                on_lab(lab, arguments, progress, record.add)
 
 
-def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress) -> str:
+def _link(lab: Network, arguments: argparse.Namespace, progress: Progress) -> str:
     """That gives the share: tried once, and corrected by what it gave."""
     rate = UNSHAPED
     for _ in range(2):
@@ -98,7 +104,7 @@ def _link(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress) ->
     return rate
 
 
-def on_lab(lab: NetworkLab, arguments: argparse.Namespace, progress: Progress, publish: Publish, **others: Any) -> None:
+def on_lab(lab: Network, arguments: argparse.Namespace, progress: Progress, publish: Publish, **others: Any) -> None:
     """`publish` gets what the ranks find on these links, as it comes. others: what is not as in the arguments."""
     argv = [*WORKER, *worker(arguments, **others)]
     kinds = {"Row": lambda fields: replace(Row.of(fields), rate=lab.link), "Run": Run.of}
@@ -110,7 +116,8 @@ def report(record: StepRecord) -> None:
     about = record.about
     where = f"{about['device']}, {about['cpu_count']} cores, {about['ranks']} ranks, {about['backend']}"
     print(f"{where}, {about['elements']:,} elements, load before: {about['load_before']}\n")
-    for text in (table(record.rows), loss_table(record.rows, record.runs)):
+    times = "" if record.runs else run_table(record.rows, about["steps"], about["freeze"])
+    for text in (table(record.rows), loss_table(record.rows, record.runs), times, measured_links(record.rows)):
         print(text)
     print("".join(f"\n{target}" for target in targets(record.rows, record.runs)))
     record.save()
@@ -128,8 +135,10 @@ def run(arguments: argparse.Namespace) -> int:
     """What was measured before an error is reported."""
     if arguments.worker:
         return run_worker(lambda: run_rank(arguments, print_progress, print_result))
+    if arguments.lab:
+        enter_user_namespace()
     load, progress = load_average(), Progress()
-    if not arguments.lab:
+    if not (arguments.lab or arguments.paced):
         require_group()
     make_folder(arguments.out)
     record = StepRecord(arguments.out / f"{record_name(arguments)}.json", about(arguments, load))
@@ -138,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.runs = missing(arguments, record.runs)
 
     def measure() -> None:
-        if arguments.lab:
+        if arguments.lab or arguments.paced:
             run_lab(arguments, record, progress)
         else:
             run_rank(arguments, progress.show, record.add)
@@ -146,7 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
     status = exit_status("perf.train_step", measure, lost="no more figures")
     progress.clear()
     found = record.rows or record.runs
-    there = record.changed or (arguments.lab and found)  # of a group rank 0 alone has the results
+    there = record.changed or ((arguments.lab or arguments.paced) and found)  # of a group rank 0 alone has the results
     if there and status != CANNOT_MEASURE:
         report(record)
     return status
@@ -170,6 +179,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_ranks(parser)
     parser.add_argument("--hosts", type=number, help="of the lab (default: 4)")
     parser.add_argument("--share", type=_share, help="also where fp16's all-reduce takes this share; 0: no (0.925)")
+    parser.add_argument("--model", choices=(TEXT, *GPT2S), default=TEXT, help="gpt2: the small one (default: text)")
     parser.add_argument("--variants", type=list_of(variant), default=STANDARD["variants"], help=", ".join(VARIANTS))
     for name, what in (("width", "of the model"), ("layers", "of the model"), ("batch", "windows a rank")):
         parser.add_argument(f"--{name}", type=number, default=STANDARD[name], help=f"{what} (default: %(default)s)")
@@ -186,10 +196,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.worker:
         return argparse.Namespace(**{**arguments.worker, "worker": True})
-    refuse_idle(parser, arguments, in_lab=("hosts", "rates", "share"), in_group=("backend",))
+    refuse_idle(parser, arguments, in_lab=("hosts", "share"))
     if not 0 <= arguments.clip < math.inf:
         parser.error(f"--clip {arguments.clip:g}: it is a norm, more than 0, or 0 for no clipping")
-    set_defaults(arguments, {"device": "cpu" if arguments.lab else "auto"})
+    if arguments.model != TEXT and arguments.train:
+        parser.error(f"--model {arguments.model} is for times: its tokens are random. python -m perf.learn trains it")
+    set_defaults(arguments, {"device": "cpu" if arguments.lab or arguments.paced else "auto"})
+    set_defaults(arguments, {"hosts": 2, "share": 0.0} if arguments.paced else {})
     set_defaults(arguments, {name: STANDARD[name] for name in ("hosts", "rates", "share")})
     arguments.freeze = arguments.freeze or max(2, arguments.steps // 4)
     return arguments

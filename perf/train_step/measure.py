@@ -23,7 +23,7 @@ from onebit.optimizers.optimizer import OneBitOptimizer
 from perf.command import WrongResult
 from perf.lab.workers import Publish
 from perf.ranks import Ranks, Show, check_same, describe_group, process_group
-from perf.train_step.variants import VARIANTS, Model, Shape, Trainee, Variant, timed_variants
+from perf.train_step.variants import GPT2S, VARIANTS, Model, Shape, Trainee, Variant, timed_variants
 
 FREEZE = 2  # of what is timed: PowerSGD cannot begin earlier
 TIMED_LR = 1e-4
@@ -46,6 +46,7 @@ class Row:
     step: float = 0.0
     bytes: float | None = None  # sent a step, by the rank that sends most
     error: str | None = None
+    measured: float | None = None  # rate of the link, bits a second, where it is paced
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
@@ -106,7 +107,7 @@ class Bench:
         self.elements = sum(p.numel() for p in self.plain.parameters())
 
     def windows(self) -> Tensor:
-        return self.text.batch(self.shape.batch, self.source).to(self.ranks.device)
+        return self.shape.windows(self.text, self.source).to(self.ranks.device)
 
     def model(self, variant: Variant, seed: int = 0) -> Model:
         gc.collect()  # the one before
@@ -126,7 +127,7 @@ class Bench:
             windows = self.windows()
             self.ranks.barrier()
             with self.plain.no_sync():
-                loss = loss_of(self.plain, windows)
+                loss = self.shape.loss(self.plain, windows)
                 start = self.clock.mark()
                 loss.backward()
                 end = self.clock.mark()
@@ -141,7 +142,7 @@ class Bench:
         windows, mark, clock = self.windows(), self.clock.mark, self.clock
         self.ranks.barrier()
         began, start = time.perf_counter(), mark()
-        loss = loss_of(trainee.model, windows)
+        loss = self.shape.loss(trainee.model, windows)
         forward = mark()
         loss.backward()
         backward, waits = mark(), trainee.waits
@@ -182,7 +183,8 @@ class Bench:
         seconds = statistics.median(calls)
         exchanged = max(0.0, seconds - forward - rest - step_alone)
         sent_a_step = self.ranks.most_bytes(sent / repeats)
-        return Row(rate, name, seconds, calls, forward, rest, exchanged, step_alone, sent_a_step)
+        parts = (forward, rest, exchanged, step_alone)
+        return Row(rate, name, seconds, calls, *parts, sent_a_step, measured=self.ranks.link_rate)
 
     def check(self, variant: Variant, trainee: Trainee) -> None:
         """WrongResult unless ranks agree on finite parameters, no step was skipped, and it compresses as it should."""
@@ -238,7 +240,8 @@ def run_rank(arguments: argparse.Namespace, show: Show, publish: Publish) -> Non
 
 
 def _run(arguments: argparse.Namespace, ranks: Ranks, publish: Publish) -> None:
-    bench = Bench(ranks, Shape(arguments.width, arguments.layers, arguments.batch))
+    shape = Shape(arguments.width, arguments.layers, arguments.batch, GPT2S.get(arguments.model))
+    bench = Bench(ranks, shape)
     publish({**describe_group(ranks), "elements": bench.elements})
     for name, seed in arguments.runs:
         publish(bench.train(name, seed, arguments.steps, arguments.freeze, arguments.lr, arguments.clip))

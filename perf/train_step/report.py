@@ -28,6 +28,7 @@ STANDARD: dict[str, Any] = {
     "width": 256,
     "layers": 8,
     "batch": 4,
+    "model": "text",
 }
 SHARES = (0.91, 0.94)  # of the all-reduce in the step: the papers' Ethernet rows
 SPEED_TARGET = 5.5  # times the baseline's speed, where its share is one of these
@@ -210,12 +211,33 @@ def loss_table(rows: Sequence[Row], runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
+def run_table(rows: Sequence[Row], steps: int, freeze: int) -> str:
+    """How long a run takes on each network, of variants whose steps of all kinds were timed."""
+    lines = [
+        f"\n{steps} steps, those of each kind times what one takes; 1-bit Adam's and LAMB's stage 1: {freeze} steps"
+    ]
+    for rate, group in by_rate(rows):
+        if not timed(group, UNCOMPRESSED):
+            continue
+        whole = {n: seconds_after(group, n, freeze, steps) for n in (*TRAINED, *TRAIN_AS) if timed(group, n)}
+        for name, seconds in whole.items():
+            than = ", ".join(
+                f"{whole[other] / seconds:.2f} times as fast as {other}" for other in ("fp32", "bf16") if other in whole
+            )
+            lines.append(f"{rate or '-':>13} {VARIANTS[name].title:28} | {seconds:8.1f} s, {than}")
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
 def about(arguments: argparse.Namespace, load: float | None) -> dict[str, Any]:
     return {
         "lab": arguments.lab,
+        "paced": arguments.paced,
         **machine(),
         "load_before": load,
-        **{name: getattr(arguments, name) for name in ("width", "layers", "batch", "repeats")},
+        **{
+            name: getattr(arguments, name)
+            for name in ("model", "width", "layers", "batch", "repeats", "steps", "freeze")
+        },
         **provenance(),
     }
 
@@ -223,7 +245,7 @@ def about(arguments: argparse.Namespace, load: float | None) -> dict[str, Any]:
 def record_name(arguments: argparse.Namespace) -> str:
     """The record's file name: the machine, and its own name or in what it differs from the standard run."""
     machine = cpu_name() if arguments.lab else device_name(pick_device(arguments.device))
-    group = [] if arguments.lab else [str(arguments.backend or "group")]
+    group = [] if arguments.lab else ["paced"] if arguments.paced else [str(arguments.backend or "group")]
     return slug(
         "train_step", machine, *([arguments.name] if arguments.name else [*group, *differing(arguments, STANDARD)])
     )

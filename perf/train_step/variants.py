@@ -13,20 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam, attach
-from onebit.cli.demo.model import Text, Transformer
+from onebit.cli.demo.model import Text, Transformer, loss_of
 from onebit.collectives.transport import transport_for
 from onebit.collectives.waits import Waits
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 from onebit.optim.zero_one import ZeroOne
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.ddp_hook import local
+from perf.learn.model import gpt2
+from perf.learn.plan import GPT2_SMALL, REHEARSAL
+from perf.learn.plan import Shape as Gpt2Shape
 from perf.train_step.diloco import DiLoCo, LocalSGD
 from perf.train_step.torchft import TorchftDiLoCo, missing
 
@@ -45,15 +48,31 @@ class Shape:
     width: int = 256
     layers: int = 8
     batch: int = 4  # windows a rank
+    gpt2: Gpt2Shape | None = None  # in place of width and layers: bf16 autocast, random tokens, for times alone
+
+    def windows(self, text: Text, source: torch.Generator) -> Tensor:
+        if self.gpt2 is not None:
+            return torch.randint(self.gpt2.vocabulary, (self.batch, self.gpt2.length + 1), generator=source)
+        return text.batch(self.batch, source)
+
+    def loss(self, model: nn.Module, windows: Tensor) -> Tensor:
+        with torch.autocast(windows.device.type, torch.bfloat16, enabled=self.gpt2 is not None):
+            return loss_of(model, windows)
 
     def plain(self, text: Text, device: torch.device, seed: int = 0) -> Transformer:
         torch.manual_seed(seed)
+        if self.gpt2 is not None:
+            return gpt2(self.gpt2).to(device)
         return Transformer(text.letters, self.width, self.layers, heads=self.width // 32).to(device)
 
     def model(self, text: Text, device: torch.device, seed: int = 0, one_bucket: bool = False) -> Model:
         model = self.plain(text, device, seed)
         ids = [device.index] if device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None)
+
+
+TEXT = "text"  # the model of width and layers, a token a character
+GPT2S = {"gpt2": GPT2_SMALL.shape, "gpt2-tiny": REHEARSAL.shape}
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,20 @@ folder = pathlib.Path(sys.argv[-1].removeprefix("--out="))
         (all_reduce.main, "--elements=2**20,many", "'many' is not a whole number"),
         (all_reduce.main, "--chunks=0", "'0' is not a whole number from 1"),
         (all_reduce.main, "--hosts=2 --each=2", "--hosts and --each: only with --lab"),
-        (all_reduce.main, "--lab --backend=gloo", "--backend: only without --lab"),
+        (all_reduce.main, "--lab --backend=gloo", "--backend: only without --lab and --paced"),
+        (all_reduce.main, "--lab --paced", "not allowed with argument --lab"),
+        (all_reduce.main, "--paced --hosts=4", "--hosts: only with --lab"),
+        (all_reduce.main, "--rates=1gbit", "--rates: only with --lab or --paced"),
+        (all_reduce.main, "--paced --rates=1gbit+10ms", "has a round trip, and pacing makes none"),
+        (all_reduce.main, "--paced --each=2", "--each: only with --lab"),
+        (train_step.main, "--paced --train --model=gpt2", "its tokens are random"),
         (all_reduce.main, "--lab --each=2 --direct", "--direct: only with one rank a host"),
         (all_reduce.main, "--lab --each=65", "1 to 64 ranks"),
         (all_reduce.main, "--device=cpu", "start it with torchrun, or give it --lab"),
         (train_step.main, "--lab --share=1", "'1' is no share: give a number below 1"),
         (train_step.main, "--lab --share=most", "is no share"),
         (train_step.main, "--variants=fp8", "'fp8' is no variant: choose among fp32, fp16"),
-        (train_step.main, "--rates=1gbit --share=0.9", "--rates and --share: only with --lab"),
+        (train_step.main, "--paced --rates=1gbit --share=0.9", "--share: only with --lab"),
         (train_step.main, "--lab --train --clip=-1", "--clip"),
         (train_step.main, "--lab --train --clip=nan", "--clip"),
         (train_step.main, "--device=cpu", "start it with torchrun, or give it --lab"),
@@ -158,7 +164,7 @@ def run(*arguments, python=sys.executable):
 
 def test_stages_are_rehearsed_and_leave_their_records(tmp_path):
     with forked.python() as python:
-        stages = ("check", "kernels", "ranks", "step", "profile")
+        stages = ("link", "check", "kernels", "ranks", "step", "profile")
         done = run("--rehearse", "--out", tmp_path, *stages, python=python)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     ended = (tmp_path / "gpu-stages.txt").read_text()
@@ -176,7 +182,7 @@ def test_checks_measure_no_kernel_and_a_wrong_stage_or_no_gpu_is_an_error(tmp_pa
     assert len(ran) == 1 and ran[0].startswith("ran with ONEBIT_TUNE=0: -m pytest")
     assert ran[0].count("tests/kernels/test_") > 5
     wrong = run("--rehearse", "--out", tmp_path, "nothing")
-    assert wrong.returncode == 2 and "check, sanitizer, kernels, ranks" in wrong.stderr
+    assert wrong.returncode == 2 and "link, check, sanitizer, kernels, ranks" in wrong.stderr
     if not torch.cuda.is_available():
         done = run("--out", tmp_path, "check")
         assert done.returncode == 2 and "no GPU" in done.stderr
