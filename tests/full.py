@@ -3,7 +3,7 @@
     python -m tests.full            the commands, and how each ended last
     python -m tests.full fuzz aot   runs some, one after the other, and writes tests/full.json
 
-The last line of every run of the tests names those whose record is missing or older than the code it covers.
+A line at the end of every run of the tests names those whose record is missing or older than the code it covers.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ ELSEWHERE = {  # calls that no scenario comes to, and why
     "collectives/chunking.py _slowest": "for timing",
     "kernels/tuning/timing.py": "for timing",
     "onebit/cli/demo/ranks.py": "a process",
+    "onebit/cli/paced_link.py": "a thread of the host",
     "collectives/hand_over.py": "a reform",
     "collectives/signs_of_life.py": "a thread of the host",
     "onebit/elastic/following.py": "a thread of the host",
