@@ -88,10 +88,8 @@ class Learner:
             optimizer.register_step_pre_hook(lambda *_: clip(model, self._setting.clip))
         reached, losses = Reached(), torch.zeros((), device=self._device)
         if resumes:
-            state = checkpoint.take(transport.rank)
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            reached, losses = Reached(**state["reached"]), state["losses"].to(self._device)
+            reached, summed = restore(model, optimizer, checkpoint.take(transport.rank))
+            losses.copy_(summed)
         start = time.perf_counter() - reached.seconds
         while reached.step < run.steps:
             reached.step += 1
@@ -104,8 +102,7 @@ class Learner:
             due = self._agreed(transport)
             if due != GO_ON:
                 reached.seconds = time.perf_counter() - start
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                checkpoint.save({**state, "reached": asdict(reached), "losses": losses}, transport)
+                checkpoint.save(state_of(model, optimizer, reached, losses), transport)
             if due == STOP and reached.step < run.steps:
                 return reached.step
         reached.seconds = time.perf_counter() - start
@@ -169,6 +166,19 @@ class Learner:
             "parameters": _same_on_all(model, transport),
             **volume(run, [model], [optimizer], reached.full_steps, transport),
         }
+
+
+def state_of(model: nn.Module, optimizer: Optimizer, reached: Reached, losses: Tensor) -> dict[str, Any]:
+    """Return all that a rank needs to go on. losses: their sum since the last point of the curve."""
+    own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return {**own, "reached": asdict(reached), "losses": losses}
+
+
+def restore(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> tuple[Reached, Tensor]:
+    """Go on from what `state_of` returned."""
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return Reached(**state["reached"]), state["losses"]
 
 
 def clip(model: nn.Module, norm: float) -> None:
