@@ -110,13 +110,20 @@ def test_it_measures_on_the_group_it_finds(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/dev"), reason="needs Linux's counters")
-def test_an_interface_is_counted_where_its_ranks_are_known(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_an_interface_is_counted_where_its_ranks_are_known(monkeypatch, tmp_path):
+    """Others than these ranks use loopback."""
+    counters = tmp_path / "dev"
+    counters.write_text("".join(f"{name}: 1 2 3 4 5 6 7 8 900 10\n" for name in ("lo", "eth7")), encoding="ascii")
+    monkeypatch.setattr("perf.ranks.Path", lambda _: counters)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    for each, local, counted in ((1, "1", True), (2, "2", True), (1, "2", False)):
+    for name, each, local, counted in (
+        ("eth7", 1, "1", True), ("eth7", 2, "2", True), ("eth7", 1, "2", False), ("lo", 1, "1", False),
+    ):  # fmt: skip
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        assert math.isfinite(Ranks(CPU, silent, each).bytes_sent()) == counted
+        sent = Ranks(CPU, silent, each).bytes_sent()
+        assert sent == 900 if counted else math.isnan(sent)
 
 
 def test_what_was_not_measured_has_no_target():
@@ -174,10 +181,10 @@ def test_a_record_has_its_name_and_its_targets(tmp_path, monkeypatch, capsys):
 def test_arguments_are_parsed_and_handed_to_ranks(monkeypatch):
     found = []
 
-    def lab(hosts, each):
+    def lab(arguments, hosts, each):
         return contextlib.nullcontext(SimpleNamespace(hosts=hosts, each=each, set_link=silent))
 
-    monkeypatch.setattr(benchmark, "NetworkLab", lab)
+    monkeypatch.setattr(benchmark, "open_network", lab)
     monkeypatch.setattr(benchmark, "run_workers", lambda lab, argv, *_: found.append((lab.each, argv)))
     own = ["--elements=2**20,25_000_000", "--chunks=3", "--in-a-row=7", "--direct"]
     for options, each, standard in ([], 1, STANDARD), (["--each=4"], 4, LEVELS), (own, 1, STANDARD):
