@@ -1,7 +1,7 @@
 """The plan says what is run: the model, the settings that all optimizers share, and the order of the runs.
 
-The learning rates were set before any run: Adam's is that of many who train GPT-2 small, LAMB's is as many times larger
-as its coefficients, ||x|| / ||u||, are small in the first steps of this model.
+The learning rates are those that were best in 90 steps and more of a smaller model on the same text (4 layers of width
+256, one rank): Adam's of two, LAMB's of three, factors of 2 apart. The 1-bit optimizers have those of their originals.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Setting:
     held_out: int = 64  # windows of a point of the curve
     held_out_at_end: int = 512
     clip: float = 1.0
-    lr: Mapping[str, float] = field(default_factory=lambda: {"adam": 6e-4, "lamb": 1e-2})  # by family of optimizers
+    lr: Mapping[str, float] = field(default_factory=lambda: {"adam": 6e-4, "lamb": 2e-2})  # by family of optimizers
 
     @property
     def tokens(self) -> int:
