@@ -16,10 +16,15 @@ import onebit
 project = "onebit"
 author = "The onebit developers"
 version = release = version_of("onebit")
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 root_doc = "README"
 html_theme = "furo"
 html_title = f"onebit {version}"
+html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
+myst_html_meta = {
+    "description": "PyTorch optimizers for slow networks: 1 bit an element on the wire, error feedback, exact resume"
+}
 myst_heading_anchors = 3  # links within pages
 default_role = "literal"
 autodoc_typehints_format = "short"
@@ -27,7 +32,7 @@ maximum_signature_line_length = 80
 
 ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ")
 PAGES = {
-    "Use": ["usage", "options", "troubleshooting", "elastic", "run_time", "planning", "tuning"],
+    "Use": ["first_run", "usage", "options", "troubleshooting", "elastic", "run_time", "planning", "tuning"],
     "Judge": ["performance", "gpu", "comparison", "methods", "convergence", "reliability", "cluster_model"],
     "Build": ["api", "coming_from_deepspeed", "own_optimizer", "contributing"],
 }

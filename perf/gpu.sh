@@ -3,6 +3,8 @@
 #     link       a training step of GPT-2 small (random tokens, bf16 autocast) and an all-reduce of two ranks that share
 #                the GPU, over NCCL on links of 1, 10 and 25 Gbit/s (paced sockets: any user); four ranks: two nodes of
 #                two, HSDP 2 x 2
+#     learn      GPT-2 small learns, 8 ranks as threads on the GPU; stops in time, and goes on when started again. Wants
+#                build/learn/tokens.xz: python -m perf.learn --prepare
 #     check      the kernels' tests on the device, in parallel
 #     sanitizer  compute-sanitizer on odd sizes, where it is installed
 #     kernels    every pass in fp32 and bf16 against a copy, after tuning; ncu on each kernel, where it works; an
@@ -25,9 +27,9 @@ while [ $# -gt 0 ]; do
     case $1 in
         --rehearse) rehearse=1 device=cpu ;;
         --out) out=${2:?--out needs a folder}; shift ;;
-        all) stages+=(link check sanitizer kernels ranks step profile) ;;
-        link | check | sanitizer | kernels | ranks | step | profile) stages+=("$1") ;;
-        *) echo "error: no stage is called '$1': link, check, sanitizer, kernels, ranks, step, profile or all" >&2; exit 2 ;;
+        all) stages+=(link learn check sanitizer kernels ranks step profile) ;;
+        link | learn | check | sanitizer | kernels | ranks | step | profile) stages+=("$1") ;;
+        *) echo "error: no stage is called '$1': link, learn, check, sanitizer, kernels, ranks, step, profile or all" >&2; exit 2 ;;
     esac
     shift
 done
@@ -64,8 +66,16 @@ link() {
         --variants "$variants" --repeats "$repeats" --name "$model" --out "$out"
     run link-all-reduce "$python" -m perf.all_reduce --paced --device "$device" --rates "$rates" --direct \
         --elements "$elements" --repeats "$repeats" --out "$out"
-    run link-ranks env ONEBIT_TUNE=0 "$python" -m pytest -q -p no:cacheprovider --timeout 150 -m gpu "${workers[@]}" \
+    run link-ranks env ONEBIT_TUNE=0 "$python" -m pytest -q -p no:cacheprovider --timeout 300 -m gpu "${workers[@]}" \
         tests/onebit/parallel/test_nccl_nodes.py
+}
+learn() {
+    local words=(--device "$device" --out "$out/learn" --work "$root/build/learn" --seconds 480)
+    if [ "$rehearse" ]; then
+        words=(--rehearse --out "$out/learn" --work "$links/learn")
+        run learn-stop "$python" -m perf.learn "${words[@]}" --seconds 0
+    fi
+    run learn "$python" -m perf.learn "${words[@]}"
 }
 check() {
     local files workers=(-n 10 --dist load)

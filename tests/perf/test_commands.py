@@ -164,7 +164,7 @@ def run(*arguments, python=sys.executable):
 
 def test_stages_are_rehearsed_and_leave_their_records(tmp_path):
     with forked.python() as python:
-        stages = ("link", "check", "kernels", "ranks", "step", "profile")
+        stages = ("link", "learn", "check", "kernels", "ranks", "step", "profile")
         done = run("--rehearse", "--out", tmp_path, *stages, python=python)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     ended = (tmp_path / "gpu-stages.txt").read_text()
@@ -182,7 +182,7 @@ def test_checks_measure_no_kernel_and_a_wrong_stage_or_no_gpu_is_an_error(tmp_pa
     assert len(ran) == 1 and ran[0].startswith("ran with ONEBIT_TUNE=0: -m pytest")
     assert ran[0].count("tests/kernels/test_") > 5
     wrong = run("--rehearse", "--out", tmp_path, "nothing")
-    assert wrong.returncode == 2 and "link, check, sanitizer, kernels, ranks" in wrong.stderr
+    assert wrong.returncode == 2 and "link, learn, check, sanitizer, kernels, ranks" in wrong.stderr
     if not torch.cuda.is_available():
         done = run("--out", tmp_path, "check")
         assert done.returncode == 2 and "no GPU" in done.stderr
