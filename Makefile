@@ -90,10 +90,9 @@ clean:  ## remove .venv, caches and build outputs
 # pip's output is shown where it fails; a dot stands for five seconds.
 .venv/.%: pyproject.toml constraints.txt | .venv/bin/python
 	@printf '%s' "Installing onebit and what it needs here ($(EXTRAS_$*)) into .venv: once, a minute or two on a fast connection "
-	@rm -f .venv/pip.status; \
-	( $(BIN)/python -m pip --disable-pip-version-check install --no-compile --no-input $(PIP_ARGS) \
-	    -c constraints.txt -e '.[$(EXTRAS_$*)]' >.venv/pip.log 2>&1; echo $$? >.venv/pip.status ) & \
-	n=0; until [ -s .venv/pip.status ]; do sleep 1; n=$$((n + 1)); [ $$((n % 5)) -gt 0 ] || printf .; done; echo; \
-	[ "$$(cat .venv/pip.status)" = 0 ] || { cat .venv/pip.log; exit 1; }
+	@(while sleep 5; do printf .; done) & dots=$$!; trap 'kill $$dots 2>/dev/null' EXIT; trap 'exit 130' INT TERM HUP; \
+	$(BIN)/python -m pip --disable-pip-version-check install --no-compile --no-input $(PIP_ARGS) \
+	    -c constraints.txt -e '.[$(EXTRAS_$*)]' >.venv/pip.log 2>&1 || { echo; cat .venv/pip.log; exit 1; }
+	@echo
 	@touch $@ $(HAS_$*)
 	@echo "Installed"

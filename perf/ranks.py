@@ -130,7 +130,7 @@ def process_group(arguments: argparse.Namespace, show: Show, each: int = 1) -> I
         ranks = Ranks(device, show, each, one_clock=ONE_CLOCK in os.environ)
         if ranks.size == 1:
             raise CommandError("a group of one rank has nothing to send: start two or more")
-        with _paced(ranks, os.environ.get(PACED)):
+        with paced(ranks, os.environ.get(PACED)):
             yield ranks
     finally:
         if own:
@@ -138,16 +138,19 @@ def process_group(arguments: argparse.Namespace, show: Show, each: int = 1) -> I
 
 
 @contextlib.contextmanager
-def _paced(ranks: Ranks, link: str | None) -> Iterator[None]:
-    """Pace what this process sends, where `link` says how fast; WrongLink where that is not what is measured."""
+def paced(ranks: Ranks, link: str | None) -> Iterator[None]:
+    """Pace what this process sends, where `link` says how fast; WrongLink where that is not what is measured, before
+    the figures or after them."""
     if link is None or (bits := rate_bits(link)) is None:
         yield
         return
-    with contextlib.closing(PacedLink(bits)):
-        ranks.progress(f"measuring the link of {link}")
-        ranks.link_rate = measured_rate(bits, ranks.device)
-        check_kept(link, ranks.link_rate)
-        yield
+    with PacedLink(bits):
+        for measured in ("before", "after"):
+            ranks.progress(f"measuring the link of {link}")
+            ranks.link_rate = measured_rate(bits, ranks.device)
+            check_kept(link, ranks.link_rate)
+            if measured == "before":
+                yield
 
 
 def describe_group(ranks: Ranks) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from onebit.kernels.passes import Pass
 OF_A_PASS = (tiles.Parameters, tiles.Gradients, tiles.Floors)  # whose fields are arguments by their own names
 LEAST = 2**16  # elements for which a thread is worth waking
 _LANES_BYTES = 64
+_PLAIN = (int, float)
 _pool: ThreadPoolExecutor | None = None
 _workers = 0
 
@@ -61,36 +62,40 @@ def one_loop(loop: Loop, scratch_blocks: int = 0) -> Callable[[Pass], None]:
 def numbers(loop: Loop, found: Mapping[str, Any]) -> list[Any]:
     """What the parameters of a loop get: the arguments of the same names; one that is a tuple, those of its fields. A
     tensor is passed as its address, and None as 0. A run is all blocks, without scratch memory."""
-    return [_value(kind, [_number(argument(found, name)) for name in names]) for kind, names in _taken_by(loop)]
-
-
-def _value(kind: Any, values: list[float]) -> Any:
-    if kind is tiles.Run:
-        return tiles.Run._make((0, values[0], 0, *values[1:]))
-    return values[0] if kind in (int, float) else kind(*values)
+    names, taken = _taken_by(loop)
+    given = [found[name] if name in found else argument(found, name) for name in names]
+    values = [
+        value if type(value) in _PLAIN else value.data_ptr() if isinstance(value, Tensor) else _number(value)
+        for value in given
+    ]
+    made, start = [], 0
+    for kind, count in taken:
+        own, start = values[start : start + count], start + count
+        if kind is tiles.Run:
+            own = [0, own[0], 0, *own[1:]]
+        made.append(own[0] if kind in _PLAIN else kind(*own))
+    return made
 
 
 @functools.cache
-def _taken_by(loop: Loop) -> list[tuple[Any, list[str]]]:
-    """Of each parameter what it is, and the arguments that it is made of."""
-    taken = []
+def _taken_by(loop: Loop) -> tuple[list[str], list[tuple[Any, int]]]:
+    """The arguments of all parameters of a loop, and of each parameter what it is, and of how many it is made."""
+    names, taken = list[str](), []
     for name, kind in loop.parameters.items():
         fields = getattr(kind, "_fields", ())
         if kind is tiles.Run:
-            names = ["blocks", *fields[3:]]
+            own = ["blocks", *fields[3:]]
         elif kind in OF_A_PASS:
-            names = [*fields]
+            own = [*fields]
         else:
-            names = [name if field == "address" else f"{name}_{field}" for field in fields] or [name]
-        taken.append((kind, names))
-    return taken
+            own = [name if field == "address" else f"{name}_{field}" for field in fields] or [name]
+        names += own
+        taken.append((kind, len(own)))
+    return names, taken
 
 
-def _number(value: Any) -> float:
-    if type(value) in (int, float):  # nearly all are
-        return value
-    if isinstance(value, Tensor):
-        return value.data_ptr()
+def _number(value: Any) -> Any:
+    """What is neither a plain number nor a tensor."""
     if isinstance(value, torch.dtype):
         return tiles.TYPES[value]
     return int(value or 0) if value is None or isinstance(value, bool) else value

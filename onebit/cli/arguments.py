@@ -34,14 +34,16 @@ def number_of(text: str) -> float:
     )  # 1.07 * 1e9 is rounded
 
 
-def bit_rate(text: str) -> float:
-    """100gbit, 4.1Gbit/s, 800mbit"""
+def bit_rate(text: str, least: float = 0.0, most: float = FASTEST) -> float:
+    """Read 100gbit, 4.1Gbit/s or 800mbit, within these limits."""
     match = re.fullmatch(r"([\d._]+)\s*([kmgt])bit(?:/s)?", text.strip().lower())
     value = number_of(f"{match[1]}{match[2]}") if match else math.nan
     if not 0 < value <= FASTEST:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no rate: write a number and a unit, as 100gbit, 4.1gbit or 800mbit"
         )
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from {least / 1e6:g}mbit to {most / 1e9:g}gbit")
     return value
 
 

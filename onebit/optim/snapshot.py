@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -134,16 +134,16 @@ class Snapshot:
         stages = before.stages if before else Stages(setup.freeze_rule(states), setup.device)
         return cls([Part(state) for state in states], stages, before.mean_norm if before else MeanNorm(setup.device))
 
-    @property
+    @cached_property
     def states(self) -> list[FlatState]:
         return [part.state for part in self.parts]
 
-    @property
+    @cached_property
     def compressed(self) -> list[FlatState]:
         """Those that stage 2 is for."""
         return [state for state in self.states if state.compressed]
 
-    @property
+    @cached_property
     def uncompressed(self) -> list[FlatState]:
         """Those that stay in stage 1 for good: of param groups with compress=False."""
         return [state for state in self.states if not state.compressed]

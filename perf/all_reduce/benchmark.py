@@ -60,7 +60,7 @@ def run_lab(arguments: argparse.Namespace, progress: Progress) -> list[Any]:
             for rate in arguments.rates:
                 lab.set_link(rate)
                 own: list[Any] = []
-                with skipping_refused_links(arguments):
+                with skipping_refused_links(arguments, own.clear):
                     run_workers(lab, argv, progress, {"Row": Row.of}, own.append)
                 found += [replace(each, rate=rate) if isinstance(each, Row) else each for each in own]
     return found

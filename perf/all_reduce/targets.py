@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onebit.cli.paced_link import PAYLOAD
 from perf.all_reduce.measure import ONE_BIT, TWO_LEVELS, Row, by_kind
-from perf.lab.rates import PAYLOAD, rate_bits, rtt_seconds
+from perf.lab.rates import rate_bits, rtt_seconds
 from perf.targets import Target
 
 # Times fp32's speed: 4 hosts, 25 M elements, 2 cores.

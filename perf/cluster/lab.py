@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from onebit.cli.paced_link import PAYLOAD
 from onebit.cli.plan.cluster import Cluster
 from onebit.cli.plan.exchange import compressed_all_reduce
 from perf.all_reduce.measure import KINDS, ONE_BIT, TWO_LEVELS, Row
 from perf.cluster.papers import Compared
-from perf.lab.rates import PAYLOAD, rate_bits, rtt_seconds
+from perf.lab.rates import rate_bits, rtt_seconds
 from perf.records import read_record
 
 CALIBRATED, LINKS = "cluster_model-*.json", "all_reduce-amd-epyc-rates-*.json"

@@ -328,7 +328,7 @@ def counted_volume(out: Path) -> str:
     return (
         f"## Bytes of a whole run, by the interfaces' counters\n\n{record['hosts']} hosts of a network lab, "
         f"{record['elements']:,} elements, {record['steps']} steps of which {share:.0%} are stage 1's; what an "
-        f"uncompressed run sends over what 1-bit Adam sends (`python -m perf.train_step.volume`, on Linux, as root).\n\n"
+        f"uncompressed run sends over what 1-bit Adam sends (`python -m perf.train_step.volume`, as root).\n\n"
         f"{volume.table(record)}"
     )
 

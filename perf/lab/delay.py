@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from onebit.cli.paced_link import PAYLOAD
 from perf.lab.namespaces import LabUnavailable
-from perf.lab.rates import PAYLOAD
 
 ROUTER = str(Path(__file__).with_name("router.py"))
 TOLERANCE = 0.1  # of what was asked

@@ -16,9 +16,9 @@ from typing import Any
 
 NAME = re.compile(r"onebit-(\d+)-(\d+)-\d+-(?:bridge|host\d+)")  # owner's pid, its start time, serial, role
 
-# `ip netns` writes below /run, which is another's
-AS_ROOT = ("unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-ec",
-           'mount -t tmpfs tmpfs /run; exec "$@"')  # fmt: skip
+# `ip netns` writes below /run/netns, which is root's; where nobody has made it, all of /run is a new one
+PLACE = 'place=/run/netns; [ -d $place ] || place=/run; mount -t tmpfs tmpfs $place; exec "$@"'
+AS_ROOT = ("unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-ec", PLACE)
 
 _serial = itertools.count()
 
@@ -47,8 +47,13 @@ def enter_user_namespace() -> None:
         os.execvp(AS_ROOT[0], [*AS_ROOT, "sh", sys.executable, *sys.orig_argv[1:]])
 
 
+def allows_network_namespaces() -> bool:
+    """Tell whether root may make networks and mounts here; in a container it may not."""
+    return subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True).returncode == 0
+
+
 def allows_user_namespaces() -> bool:
-    """Whether this user may be root of a namespace, with networks and mounts of its own."""
+    """Tell whether this user may be root of a namespace, with networks and mounts of its own."""
     if shutil.which(AS_ROOT[0]) is None:
         return False
     return subprocess.run([*AS_ROOT, "sh", "true"], capture_output=True).returncode == 0

@@ -32,7 +32,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from perf.lab import link_check
@@ -130,7 +129,10 @@ class NetworkLab:
         with held_signals():
             namespaces = [self.namespaces[rank // self.each] for rank in range(len(variables))]
             commands = [["ip", "netns", "exec", name, sys.executable, *argv] for name in namespaces]
-            signal_hosts = partial(signal_all, self.namespaces)
+
+            def signal_hosts(ranks: Sequence[Rank], number: int) -> None:
+                signal_all(self.namespaces, number)
+
             self._run = Run(commands, variables, on_line, self._check_router, signal_hosts)
         return self._run
 

@@ -12,16 +12,16 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from onebit.cli.paced_link import TOLERANCE, is_kept, rate_title
+from onebit.cli.paced_link import is_kept, rate_title, refusal, why_not
 from perf.lab.delay import WrongLink
-from perf.lab.namespaces import LabUnavailable, allows_user_namespaces
+from perf.lab.namespaces import LabUnavailable, allows_network_namespaces, allows_user_namespaces
 from perf.lab.network import NetworkLab
-from perf.lab.processes import OnLine, Rank, Run, exit_on, rank_variables, set_handlers
+from perf.lab.processes import OnLine, Rank, Run, exit_on, held_signals, rank_variables, set_handlers
 from perf.lab.rates import UNSHAPED, parse_link, rate_bits, rtt_seconds
 
 PACED = "ONEBIT_PERF_PACED"  # a rank's link, as records have it
@@ -37,11 +37,12 @@ class PacedNetwork:
     each = 1
 
     def __init__(self, hosts: int = 2, link: str = UNSHAPED) -> None:
-        if sys.platform != "linux":
-            raise LabUnavailable(f"only Linux paces sockets, not {sys.platform}")
+        if why := why_not():
+            raise LabUnavailable(why)
         if hosts != 2:
             raise ValueError(f"hosts is {hosts}: a paced link joins two")
         self.hosts = hosts
+        self._run: Run | None = None
         self.set_link(link)
 
     def __enter__(self) -> PacedNetwork:
@@ -50,10 +51,14 @@ class PacedNetwork:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        set_handlers(self._former)
+        try:
+            if self._run is not None and self._run.running():
+                self._run.stop()
+        finally:
+            set_handlers(self._former)
 
     def set_link(self, link: str) -> None:
-        """Of the next run."""
+        """Choose the link of the next run."""
         self.link = parse_link(link)
         if rtt_seconds(self.link) is not None:
             raise ValueError(f"{link!r} has a round trip, and pacing makes none: use --lab, or a rate alone")
@@ -72,59 +77,57 @@ class PacedNetwork:
         link = {} if rate_bits(self.link) is None else {PACED: self.link}
         common, name = {**ONE_SOCKET, **place, **link, **(env or {})}, f"onebit-{os.getpid()}"
         variables = [{**rank_variables(rank, self.hosts, 1, "lo", name), **common} for rank in range(self.hosts)]
-        ranks: list[Any] = []
+        with held_signals():  # until all are there to be ended
+            self._run = Run([[sys.executable, *argv]] * self.hosts, variables, on_line, lambda: None, _signal_sessions)
+        return self._run.wait(timeout, check)
 
-        def signal_all(number: int) -> None:
-            for each in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(each.process.pid, number)  # a session of its own
 
-        run = Run([[sys.executable, *argv]] * self.hosts, variables, on_line, lambda: None, signal_all)
-        ranks += run.ranks
-        return run.wait(timeout, check)
+def _signal_sessions(ranks: Sequence[Rank], number: int) -> None:
+    """Signal ranks that have a session each, and what they have started."""
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, number)
 
 
 Network = NetworkLab | PacedNetwork
 
 
 def open_network(arguments: argparse.Namespace, hosts: int, each: int = 1) -> Network:
-    """As the options of a benchmark ask for it (perf.command.add_ranks)."""
+    """Make the network that a benchmark's options ask for (perf.command.add_ranks)."""
     return PacedNetwork(hosts) if arguments.paced else NetworkLab(hosts, each=each)
 
 
 def best_network() -> tuple[str, str]:
-    """The option for the best network that this user may have here, and how it is made."""
+    """Choose the option for the best network that this user may have here, and say how it is made."""
     if all(map(shutil.which, ("ip", "tc"))):
-        if os.geteuid() == 0:
+        if os.geteuid() == 0 and allows_network_namespaces():
             return "--lab", "network namespaces, as root"
-        if allows_user_namespaces():
+        if os.geteuid() and allows_user_namespaces():
             return "--lab", "network namespaces within a user namespace, without root"
-    return "--paced", "two hosts joined by paced sockets, without root or user namespaces"
+    return "--paced", "two hosts joined by paced sockets, without root or user namespaces; targets are of four hosts"
 
 
 @contextlib.contextmanager
-def skipping_refused_links(arguments: argparse.Namespace) -> Iterator[None]:
-    """Say that a paced link gets no figure, and go on with the next."""
+def skipping_refused_links(arguments: argparse.Namespace, forget: Callable[[], object]) -> Iterator[None]:
+    """Say that a paced link gets no figure, `forget` what was found on it, and go on with the next."""
     try:
         yield
     except WrongLink as error:
         if not arguments.paced:
             raise
+        forget()
         print(f"no figure: {error}", flush=True)
 
 
 def check_kept(link: str, found: float) -> None:
-    """WrongLink where a paced link's measured rate is not what was asked for."""
+    """Raise WrongLink where a paced link's measured rate is not what was asked for."""
     bits = rate_bits(link)
     if bits is not None and not is_kept(bits, found):
-        raise WrongLink(
-            f"a link of {rate_title(bits)} was asked for, and {rate_title(found)} measured, more than {TOLERANCE:.0%} "
-            "away: this machine is busy, or can't send as fast. Measure when it is quiet, or at a lower rate"
-        )
+        raise WrongLink(refusal(bits, [found]))
 
 
 def measured_links(rows: Sequence[Any]) -> str:
-    """A line on the rates that paced links had, of rows with `rate` and `measured`; nothing of other links."""
+    """Write the rates that paced links had, of rows with `rate` and `measured`; nothing of other links."""
     found = {row.rate: row.measured for row in rows if row.measured is not None}
     links = ", ".join(f"{rate} {rate_title(measured)}" for rate, measured in found.items())
     return f"paced links as measured, headers included: {links}; the ranks share this machine\n" if links else ""

@@ -93,7 +93,7 @@ class Run:
         variables: Sequence[dict[str, str]],
         on_line: OnLine | None,
         check_links: Callable[[], None],
-        signal_all: Callable[[int], None],
+        signal_all: Callable[[Sequence[Rank], int], None],
     ) -> None:
         """A command and its variables for each rank. `check_links` raises where the network is gone; `signal_all`
         reaches what ranks have started, too."""
@@ -101,21 +101,18 @@ class Run:
         self._check_links, self._signal_all = check_links, signal_all
         self._readers: list[threading.Thread] = []
         one_at_a_time = threading.Lock()
-        for rank, (command, env) in enumerate(zip(commands, variables, strict=True)):
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-            self.ranks.append(Rank(rank, process))
-            read = threading.Thread(target=self.ranks[-1].read, args=(on_line, one_at_a_time), daemon=True)
-            self._readers.append(read)
-            read.start()
+        try:
+            for rank, (command, env) in enumerate(zip(commands, variables, strict=True)):
+                self._start(Rank(rank, start_rank(command, env)), on_line, one_at_a_time)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, rank: Rank, on_line: OnLine | None, one_at_a_time: threading.Lock) -> None:
+        self.ranks.append(rank)
+        read = threading.Thread(target=rank.read, args=(on_line, one_at_a_time), daemon=True)
+        self._readers.append(read)
+        read.start()
 
     def wait(self, timeout: float = 600, check: bool = True) -> list[Rank]:
         """The ranks, once all have exited; none runs on, whatever happens.
@@ -159,9 +156,22 @@ class Run:
     def _signal(self, number: int) -> None:
         for rank in self.ranks:
             rank.process.send_signal(number)  # it may not have entered its namespace yet
-        self._signal_all(number)
+        self._signal_all(self.ranks, number)
 
     def _poll(self) -> bool:
         for rank in self.ranks:
             rank.code = rank.process.poll()
         return all(rank.code is not None for rank in self.ranks)
+
+
+def start_rank(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 
 UNSHAPED = "unshaped"
-PAYLOAD = 0.956  # of a link's rate; measured, see perf.lab.network
 
 
 def parse_link(text: str) -> str:

@@ -38,8 +38,11 @@ def open_port(name: str) -> socket.socket:
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
-    port.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER)
-    port.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, BUFFER)
+    for force, within_limits in ((SO_RCVBUFFORCE, socket.SO_RCVBUF), (SO_SNDBUFFORCE, socket.SO_SNDBUF)):
+        try:
+            port.setsockopt(socket.SOL_SOCKET, force, BUFFER)
+        except PermissionError:  # root of a user namespace alone: the rates that are measured tell if it is enough
+            port.setsockopt(socket.SOL_SOCKET, within_limits, BUFFER)
     port.setblocking(False)
     port.bind((name, ALL_PROTOCOLS))
     return port

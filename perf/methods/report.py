@@ -41,7 +41,8 @@ NEAR = 0.02  # above fp32's loss: what counts as having learned as much
 CONCLUSION = "conclusion.md"  # beside the records, written by a person
 TITLE = "# Which method has trained first\n"
 INTRODUCTION = f"""Written by `python -m perf.methods` from the records in `perf/results/methods`; `--report` only
-writes. The network lab makes the networks on one machine (`perf/lab`; Linux, as root or within a user namespace), with a rank a host, over Gloo.
+writes. The network lab makes the networks on one machine (`perf/lab`; Linux, as root or within a user namespace), with
+a rank a host, over Gloo.
 
 * **Training**: a byte-level transformer learns Python's documentation in {STEPS} steps of 4 windows a rank. All methods
   have the same start, data and one-cycle schedule, and clip gradients to a norm of {CLIP:g}. Each method takes the best

@@ -49,7 +49,7 @@ from perf.command import (
     refuse_idle,
     set_defaults,
 )
-from perf.lab.namespaces import enter_user_namespace
+from perf.lab.namespaces import LabUnavailable, enter_user_namespace
 from perf.lab.paced import Network, measured_links, open_network, skipping_refused_links
 from perf.lab.rates import UNSHAPED
 from perf.lab.workers import Publish, print_progress, print_result, run_worker, run_workers, worker
@@ -87,10 +87,27 @@ def run_lab(arguments: argparse.Namespace, record: StepRecord, progress: Progres
         if arguments.share:
             rates.insert(0, _link(lab, arguments, progress))
             record.about["share_rate"] = rates[0]
-        for rate in rates:
-            lab.set_link(rate)
-            with skipping_refused_links(arguments):
-                on_lab(lab, arguments, progress, record.add)
+        measured = [rate for rate in rates if _measure(lab, rate, arguments, record, progress)]
+        if not measured:
+            raise LabUnavailable("no link was what was asked for")
+
+
+def _measure(lab: Network, rate: str, arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> bool:
+    """Whether links of this rate were what was asked for, and the record has what was found."""
+    lab.set_link(rate)
+    found: list[Any] = []
+
+    def add(each: Any) -> None:
+        found.append(each)
+        record.add(each)
+
+    def forget() -> None:
+        found.clear()
+        record.forget(rate)
+
+    with skipping_refused_links(arguments, forget):
+        on_lab(lab, arguments, progress, add)
+    return bool(found)
 
 
 def _link(lab: Network, arguments: argparse.Namespace, progress: Progress) -> str:
@@ -111,12 +128,12 @@ def on_lab(lab: Network, arguments: argparse.Namespace, progress: Progress, publ
     run_workers(lab, argv, progress, kinds, publish)
 
 
-def report(record: StepRecord) -> None:
+def report(record: StepRecord, arguments: argparse.Namespace) -> None:
     """Tables, targets, plots of what there is."""
     about = record.about
     where = f"{about['device']}, {about['cpu_count']} cores, {about['ranks']} ranks, {about['backend']}"
     print(f"{where}, {about['elements']:,} elements, load before: {about['load_before']}\n")
-    times = "" if record.runs else run_table(record.rows, about["steps"], about["freeze"])
+    times = "" if record.runs else run_table(record.rows, arguments.variants, arguments.steps, arguments.freeze)
     for text in (table(record.rows), loss_table(record.rows, record.runs), times, measured_links(record.rows)):
         print(text)
     print("".join(f"\n{target}" for target in targets(record.rows, record.runs)))
@@ -157,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = record.rows or record.runs
     there = record.changed or ((arguments.lab or arguments.paced) and found)  # of a group rank 0 alone has the results
     if there and status != CANNOT_MEASURE:
-        report(record)
+        report(record, arguments)
     return status
 
 

@@ -36,6 +36,11 @@ class Record:
             self.about.update(found)
         self.save()
 
+    def forget(self, rate: str) -> None:
+        """Leave out what was measured on links of this rate."""
+        self.rows = [row for row in self.rows if row.rate != rate]
+        self.save()
+
     def save(self) -> None:
         rows, runs = ([asdict(each) for each in these] for these in (self.rows, self.runs))
         write_record(self.path, {**self.about, "rows": rows, "runs": runs}, indent=None)

@@ -11,9 +11,10 @@ from statistics import mean
 from typing import Any
 
 from onebit.cli.arguments import pick_device
+from onebit.cli.paced_link import PAYLOAD
 from onebit.kernels.tuning.machine import device_name, provenance
 from perf.command import differing
-from perf.lab.rates import PAYLOAD, rate_bits
+from perf.lab.rates import rate_bits
 from perf.records import cpu_name, machine, slug
 from perf.tables import cell
 from perf.targets import Target
@@ -46,7 +47,7 @@ def by_rate(rows: Sequence[Row]) -> list[tuple[str | None, Group]]:
 
 def link_for(share: float, row: Row) -> str:
     """The rate at which the all-reduce takes this share of the step: from bytes where the link was no limit (of its
-    bits 95.6 % are what the interface counts, see perf.lab.rates), else from its measured time.
+    bits 95.6 % are what the interface counts, see perf.lab.network), else from its measured time.
     """
     if not row.bytes:
         raise ValueError("--share needs bytes by an interface's counter: measure in the lab")
@@ -211,15 +212,16 @@ def loss_table(rows: Sequence[Row], runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def run_table(rows: Sequence[Row], steps: int, freeze: int) -> str:
-    """How long a run takes on each network, of variants whose steps of all kinds were timed."""
+def run_table(rows: Sequence[Row], variants: Sequence[str], steps: int, freeze: int) -> str:
+    """Write how long a run takes on each network, of these variants where their steps of all kinds were timed."""
     lines = [
         f"\n{steps} steps, those of each kind times what one takes; 1-bit Adam's and LAMB's stage 1: {freeze} steps"
     ]
     for rate, group in by_rate(rows):
         if not timed(group, UNCOMPRESSED):
             continue
-        whole = {n: seconds_after(group, n, freeze, steps) for n in (*TRAINED, *TRAIN_AS) if timed(group, n)}
+        runs = [name for name in (*TRAINED, *TRAIN_AS) if name in variants and timed(group, name)]
+        whole = {name: seconds_after(group, name, freeze, steps) for name in runs}
         for name, seconds in whole.items():
             than = ", ".join(
                 f"{whole[other] / seconds:.2f} times as fast as {other}" for other in ("fp32", "bf16") if other in whole
@@ -246,9 +248,8 @@ def record_name(arguments: argparse.Namespace) -> str:
     """The record's file name: the machine, and its own name or in what it differs from the standard run."""
     machine = cpu_name() if arguments.lab else device_name(pick_device(arguments.device))
     group = [] if arguments.lab else ["paced"] if arguments.paced else [str(arguments.backend or "group")]
-    return slug(
-        "train_step", machine, *([arguments.name] if arguments.name else [*group, *differing(arguments, STANDARD)])
-    )
+    own = [*group[: arguments.paced], arguments.name] if arguments.name else [*group, *differing(arguments, STANDARD)]
+    return slug("train_step", machine, *own)
 
 
 def with_settings(arguments: argparse.Namespace, runs: Sequence[Run]) -> list[Run]:

@@ -148,7 +148,7 @@ def test_the_page_is_up_to_date(tmp_path, monkeypatch):
     assert report.report(out, docs) == str(docs)
     assert written[docs] == docs.read_text(encoding="utf-8"), "run python -m perf.convergence --report"
     readme = Path("README.md").read_text(encoding="utf-8")
-    ours, adams = re.search(r"loss of (.*) where Adam ends at (.*)\*\*: 0/1 Adam", readme).groups()
+    ours, adams = re.search(r"0/1 Adam ends near Adam: (.*) for (.*) on a small language model", readme).groups()
     assert f"on essays and novels | 0/1 Adam | {ours} | Adam: {adams} |" in written[docs]
 
 

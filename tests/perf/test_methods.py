@@ -1,6 +1,7 @@
 """The comparison of methods: what is left to run, learning rates, times to a loss, who is first, the page."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from perf.methods import command, plan, report
 from perf.methods.plan import ADAM_LR, FREEZE, LAMB_LR, METHODS, STEPS, all_timed
 from perf.methods.report import record_path
 from perf.train_step.record import Record
+from perf.train_step.report import by_rate, seconds_after
 from perf.train_step.variants import VARIANTS
 from tests.perf.train_step_rows import ABOUT, row, run
 
@@ -105,6 +107,18 @@ def test_the_page_is_up_to_date(monkeypatch):
     assert command.PAGE.read_text() == report.page(command.OUT, command.PAGE), "run python -m perf.methods --report"
     for record, _ in report.records(command.OUT):
         assert all(path.exists() for path in report.plot_paths(record.path).values())
+
+
+def test_the_readmes_table_has_the_records_figures(monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    groups = dict(by_rate(Record(record_path(command.OUT, "wide", 2)).rows))
+    readme = Path("README.md").read_text(encoding="utf-8")
+    for link, start in {"55mbit": "55 M", "100mbit+50ms": "100 M", "300mbit+10ms": "300 M", "1gbit": "1 G"}.items():
+        names = ("fp32", "bf16", "powersgd-16-soon", "zero-one")
+        seconds = [seconds_after(groups[link], name, FREEZE, STEPS) for name in names]
+        cells = " | ".join(f"{each:,.0f} s" for each in seconds)
+        (line,) = re.findall(rf"^\| {start}bit/s.*$", readme, re.MULTILINE)
+        assert line.endswith(f"| {cells} | {seconds[1] / seconds[3]:.1f} |"), cells
 
 
 def test_runs_of_other_settings_leave_a_record(tmp_path):

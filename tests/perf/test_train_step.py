@@ -19,7 +19,7 @@ from perf.command import WrongResult
 from perf.lab import processes
 from perf.lab.processes import RankFailed
 from perf.ranks import Ranks
-from perf.train_step import benchmark, measure
+from perf.train_step import benchmark, measure, variants
 from perf.train_step.diloco import DiLoCo
 from perf.train_step.measure import Bench
 from perf.train_step.report import link_for
@@ -92,7 +92,7 @@ FORWARD, BACKWARD, STEP, MESSAGE = 0.25, 0.125, 0.0625, 1.0
 
 def timed(name, patch):
     """A variant's row where each part of a step, and each wait for a message, takes a time of its own."""
-    clock, forward, build = ManualClock(), measure.loss_of, Variant.build
+    clock, forward, build = ManualClock(), variants.loss_of, Variant.build
     hook = VARIANTS["fp16"].hook
 
     def slow_forward(model, windows):
@@ -114,7 +114,7 @@ def timed(name, patch):
             yield
 
     patch.setattr(time, "perf_counter", clock)
-    patch.setattr(measure, "loss_of", slow_forward)
+    patch.setattr(variants, "loss_of", slow_forward)
     patch.setattr(Variant, "build", slow_build)
     patch.setattr(transport, "waiting", slow_wait)
     slow = replace(VARIANTS["fp16"], hook=lambda state, bucket: (clock.advance(MESSAGE), hook(state, bucket))[1])

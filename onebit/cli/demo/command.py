@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from onebit.cli.demo.ranks import DemoError, lines_of
 from onebit.cli.demo.record import Record
 from onebit.cli.demo.report import describe, progress_line, verdict
 from onebit.cli.demo.train import RATE, Settings, parse_line
-from onebit.cli.paced_link import rate_title
+from onebit.cli.paced_link import FASTEST, SLOWEST, rate_title, why_not
 from onebit.cli.progress import Progress
 
 NO_LINK = "none"
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=number, default=default, metavar="N", help=about)
     parser.add_argument(
         "--link",
-        type=lambda text: text if text == NO_LINK else bit_rate(text),
+        type=lambda text: text if text == NO_LINK else bit_rate(text, SLOWEST, FASTEST),
         metavar="RATE",
         help=f"between the ranks: 100mbit, 1gbit, ... or {NO_LINK}, as fast as this machine is (default: 100mbit, "
         "where two ranks are on Linux)",
@@ -60,13 +59,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def link_of(asked: str | float | None, ranks: int) -> float | None:
     """The link's rate, bits a second; None for no link."""
-    can_be_paced = sys.platform == "linux" and ranks == 2
+    why = why_not() or (None if ranks == 2 else "a link joins two ranks")
     if asked is None:
-        return Settings.link if can_be_paced else None
+        return None if why else Settings.link
     if asked == NO_LINK:
         return None
-    if not can_be_paced:
-        why = "a link joins two ranks" if sys.platform == "linux" else f"only Linux paces sockets, not {sys.platform}"
+    if why:
         raise CommandError(
             f"--link {rate_title(float(asked))} with {ranks} ranks can't be: {why}. Give --link {NO_LINK}"
         )

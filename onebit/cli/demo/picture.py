@@ -15,7 +15,8 @@ ORDER = 2, 3, 1  # and are drawn above them
 
 
 def plot(record: Record, path: Path) -> None:
-    """Needs matplotlib. Without the seconds where the link was not what was asked for."""
+    """Draw losses and bytes, and the seconds unless the link was not what was asked for. matplotlib has to be there."""
+    assert record.start is not None
     timed = record.link_is_kept
     rows = [["time", "time"]] if timed else []
     figure, axes = pyplot().subplot_mosaic(
@@ -28,9 +29,10 @@ def plot(record: Record, path: Path) -> None:
     for each in axes.values():
         each.grid(alpha=0.3)
     first, *_, last = zip(record.settings.names, (sent for sent, _ in record.sent()), strict=True)
-    fewer = f"in the whole run {last[0]} sends {first[1] / last[1]:.1f} times less than {first[0]}"
+    fewer = f"in the whole run {last[0]} sends {first[1] / last[1]:.1f} times less than {first[0]} in fp32"
     claim = verdict(record) if timed and record.settings.link else ""
-    figure.suptitle("\n".join(filter(None, (claim, fewer))))
+    who = f"{record.start.elements:,} parameters, {record.settings.ranks} ranks on {record.start.device}"
+    figure.suptitle("\n".join(filter(None, (claim, f"{who}; {fewer}"))))
     figure.savefig(path, dpi=120)
     pyplot().close(figure)
 

@@ -34,16 +34,16 @@ class Record:
 
     @property
     def losses(self) -> list[float]:
-        """Of held-out text at the end."""
+        """Losses of held-out text at the end."""
         return [points[-1][1] for points in self.held_out()]
 
     @property
     def seconds(self) -> list[float]:
-        """Of all steps."""
+        """Seconds of all steps."""
         return [sum(each) for each in zip(*(s.seconds for s in self.steps), strict=True)]
 
     def sent(self) -> list[list[int]]:
-        """In all, and from the step on in which the second's stage 2 begins."""
+        """Bytes in all, and from the step on in which the second's stage 2 begins."""
         rows = [s.sent for s in self.steps]
         before = rows[self.freeze - 2] if self.freeze else rows[-1]
         return [[all_of_it, all_of_it - b] for all_of_it, b in zip(rows[-1], before, strict=True)]
@@ -59,13 +59,15 @@ class Record:
         return curves
 
     def times_as_soon(self) -> float | None:
-        """How many times as soon as the first optimizer the last one has the first's last loss; None if it never has.
+        """How many times as soon as the first optimizer the last one has the first's last loss; None if it ends above.
 
         Between two points of its curve the loss falls in a straight line.
         """
         first, *_, last = self.held_out()
         end, goal = first[-1]
         before = last[0]
+        if last[-1][1] > goal:
+            return None
         for point in last:
             if point[1] <= goal:
                 fall = before[1] - point[1]
@@ -76,7 +78,7 @@ class Record:
 
     @property
     def rates(self) -> list[float]:
-        """Of the paced link, as measured before and after training."""
+        """Rates of the paced link, as measured before and after training."""
         ends = [end.rate for end in (self.start, self.end) if end is not None]
         return [rate for rate in ends if rate is not None]
 
@@ -88,6 +90,6 @@ class Record:
 
 
 def smoothed(steps: Sequence[Step], window: int) -> list[list[float]]:
-    """Of each optimizer the training losses, each the mean of the last `window`."""
+    """Average the last `window` training losses at every step, of each optimizer."""
     each = zip(*(s.losses for s in steps), strict=True)
     return [[fmean(one[max(0, i - window) : i]) for i in range(1, len(one) + 1)] for one in each]

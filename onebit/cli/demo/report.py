@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from onebit.cli.demo.model import LENGTH
 from onebit.cli.demo.record import Record, smoothed
 from onebit.cli.demo.train import BATCH
-from onebit.cli.paced_link import TOLERANCE, rate_title
+from onebit.cli.paced_link import rate_title, refusal
 
-BAR = 20  # characters
-UNPACED = "No verdict on time: without --link these ranks exchange data as fast as this machine's memory is"
+BAR = 12  # characters
+UNPACED = "No verdict on time: these ranks exchange data at the speed of this machine's memory. Two with --link tell"
 
 
 def progress_line(record: Record) -> str:
-    """Fits into 80 columns."""
+    """Write a line of at most 80 columns."""
     last, steps = record.steps[-1], record.settings.steps
     recent = [sum(step.seconds) for step in record.steps[-10:]]
     names = [name.split()[0] for name in record.settings.names]
@@ -55,7 +55,7 @@ def describe(record: Record) -> str:
 
 
 def link(record: Record) -> str:
-    """What it is between the ranks."""
+    """Say how the ranks are joined."""
     if record.settings.link is None:
         return "no link between them"
     found = " and ".join(map(rate_title, record.rates))
@@ -63,16 +63,12 @@ def link(record: Record) -> str:
 
 
 def verdict(record: Record) -> str:
-    """What 1 bit is worth here, in one sentence, or why that can't be told."""
+    """Say what 1 bit is worth here, in one sentence, or why that can't be told."""
     first, last = record.settings.names[0], record.settings.names[-1]
     if record.settings.link is None:
         return UNPACED
     if not record.link_is_kept:
-        return (
-            f"No verdict on time: a link of {rate_title(record.settings.link)} was asked for, and "
-            f"{' and '.join(map(rate_title, record.rates))} measured, more than {TOLERANCE:.0%} away. This machine was "
-            f"busy, or is not as fast: try again when it is quiet, or a lower --link"
-        )
+        return f"No verdict on time: {refusal(record.settings.link, record.rates)}, or give --link none"
     found = record.times_as_soon()
     if found is None:
         ends = " and ".join(
@@ -91,5 +87,5 @@ def _faster(seconds: Sequence[float]) -> str:
 
 
 def _factors(values: Sequence[float]) -> str:
-    """How many times the first is each other."""
+    """Write how many times the first is each of the others."""
     return " and ".join(f"{values[0] / value:.1f}" for value in values[1:])

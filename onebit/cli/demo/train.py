@@ -13,7 +13,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -142,7 +141,7 @@ class Run:
 def train(settings: Settings, rank: int, device: torch.device) -> None:
     text = Text()
     _compile_passes(settings, text, device)
-    with _paced(settings.link) as link:
+    with PacedLink(settings.link) if settings.link else contextlib.nullcontext() as link:
         runs = [Run(settings, name, text.letters, device) for name in settings.names]
         source = torch.Generator().manual_seed(1000 * settings.seed + rank)
         held_out = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
@@ -166,16 +165,6 @@ def _compile_passes(settings: Settings, text: Text, device: torch.device) -> Non
     for run in [Run(few, name, text.letters, device) for name in settings.names]:
         for _ in range(few.steps):
             run.step(text.batch(1, torch.Generator()).to(device))
-
-
-@contextlib.contextmanager
-def _paced(link: float | None) -> Iterator[PacedLink | None]:
-    paced = None if link is None else PacedLink(link)
-    try:
-        yield paced
-    finally:
-        if paced is not None:
-            paced.close()
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def counted(number: int, what: str) -> str:
 
 
 def gbit(rate: float) -> str:
-    """Three digits, and no power of ten."""
+    """Write a rate in Gbit/s with three digits and no power of ten."""
     return f"{float(f'{rate / 1e9:.3g}'):,.15g} Gbit/s"
 
 

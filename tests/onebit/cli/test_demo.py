@@ -17,6 +17,7 @@ import torch
 from torch.distributed import TCPStore
 
 from onebit.cli import main as cli
+from onebit.cli import paced_link
 from onebit.cli.arguments import CommandError
 from onebit.cli.demo import command as demo
 from onebit.cli.demo import ranks
@@ -70,7 +71,9 @@ def test_a_link_is_paced_measured_and_judged(tmp_path, monkeypatch, capsys):
     assert cli.main(["demo", "--steps", "10", "--out", str(tmp_path / "plot.png")]) == 0
     out = capsys.readouterr().out
     found = re.search(r"a link of 100 Mbit/s \(measured before and after: ([\d.]+) Mbit/s and ([\d.]+) Mbit/s\)", out)
-    kept = all(85 <= float(rate) <= 115 for rate in found.groups())
+    before, after = (float(rate) for rate in found.groups())
+    assert max(before, after) <= 115  # a busy machine is slower, never faster
+    kept = min(before, after) >= 85
     assert ("training" in table(out)) == kept
     assert ("Adam's last loss" if kept else "No verdict on time") in out.splitlines()[-1]
 
@@ -105,7 +108,7 @@ def test_no_rank_outlives_a_killed_demo(tmp_path):
     command = [*COMMAND, "--steps", "2000", "--out", str(tmp_path / "plot.png")]
     demo = forked.Popen(command, os.environ)
     try:
-        assert any(re.match(r"\[\.{20}\] \d+/2000 ", line) for line in demo.stdout)
+        assert any(re.match(r"\[\.{12}\] \d+/2000 ", line) for line in demo.stdout)
         of_demo = children(demo.pid)
         assert sorted(of_demo) == [0, 1]
     finally:
@@ -214,9 +217,12 @@ def test_the_table_and_the_progress_line_have_the_numbers():
     made = record()
     made.settings = replace(made.settings, steps=16)  # of 1.4 and 1.15 s until now
     line = progress_line(made)
-    for shown in ("[#######.............] 6/16", "Adam 3.250, 1-bit 3.750, 0/1 4.250", "12 s left"):
+    for shown in ("[####........] 6/16", "Adam 3.250, 1-bit 3.750, 0/1 4.250", "12 s left"):
         assert shown in line
-    assert len(line) < 80
+    made.settings = replace(made.settings, steps=6)
+    made.steps = [replace(step, step=100 + step.step) for step in made.steps]
+    made.settings = replace(made.settings, steps=1000)
+    assert len(line) < 80 and len(progress_line(made)) <= 80
 
 
 def test_the_verdict_is_of_a_link_that_is_kept_and_of_a_loss_that_is_reached():
@@ -226,10 +232,14 @@ def test_the_verdict_is_of_a_link_that_is_kept_and_of_a_loss_that_is_reached():
     assert record().times_as_soon() == pytest.approx(3.0 / (1.6 + 0.8 / 3))
     assert record(last=1.5).times_as_soon() == pytest.approx(3.0 / 2.4)
     assert record(last=1.51).times_as_soon() is None
+    dipped = record(last=2.0)  # below Adam's at its second point, and above in the end
+    dipped.steps[3] = replace(dipped.steps[3], held_out=[2.5, 2.0, 1.25])
+    assert dipped.times_as_soon() is None
     assert verdict(record(**kept, last=1.625)).endswith(
         "in these steps: they end with Adam at 1.500 and 0/1 Adam at 1.625"
     )
     assert verdict(record()) == UNPACED
+    assert "sockets are not paced here" in verdict(record(link=1e8, rates=(6e9, 6e9)))
     for rates in ((8.4e7, 1e8), (1e8, 1.16e8)):
         busy = record(link=1e8, rates=rates)
         assert "No verdict on time: a link of 100 Mbit/s was asked for" in verdict(busy)
@@ -257,6 +267,15 @@ def test_the_plot_has_seconds_only_of_a_link_that_is_kept(rates, tmp_path, monke
 def test_links_that_cannot_be_are_errors(monkeypatch, capsys):
     assert demo.link_of(None, 2) == 1e8 and demo.link_of("none", 2) is None and demo.link_of(1e9, 2) == 1e9
     assert demo.link_of(None, 3) is None
+    for rate in ("20kbit", "1tbit"):
+        with pytest.raises(SystemExit):
+            cli.main(["demo", "--link", rate])
+        assert "is not from 1mbit to 100gbit" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(paced_link, "OPEN_FILES", Path("/nowhere"))
+        assert demo.link_of(None, 2) is None
+        with pytest.raises(CommandError, match="/nowhere is hidden here"):
+            demo.link_of(1e9, 2)
     with pytest.raises(CommandError, match=r"--link 1 Gbit/s with 3 ranks can't be: a link joins two ranks\. Give"):
         demo.link_of(1e9, 3)
     monkeypatch.setattr(sys, "platform", "darwin")

@@ -37,6 +37,7 @@ def test_connections_are_paced_those_made_later_too_and_nothing_else():
         unpaced = rate_of(ends[0])
         with contextlib.closing(PacedLink(20e6)):
             assert [rate_of(each) for each in ends] == [paced, paced]
+            assert all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)[:5] == b"reno\0" for each in ends)
             assert rate_of(server) == rate_of(datagrams) == unpaced
             with connection() as (_, *later):
                 until = time.monotonic() + HUNG
@@ -44,7 +45,7 @@ def test_connections_are_paced_those_made_later_too_and_nothing_else():
                     assert time.monotonic() < until
                     time.sleep(0.01)
         with connection() as (_, *after):
-            time.sleep(3 * paced_link.EVERY)
+            time.sleep(3 * paced_link.WATCH_SECONDS)
             assert [rate_of(each) for each in after] == [unpaced, unpaced]
 
 
@@ -77,12 +78,34 @@ def test_a_rate_is_that_of_the_bytes_of_a_ring_and_of_their_headers(ranks, monke
 
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
-    monkeypatch.setattr(paced_link, "_seconds", seconds)
+    monkeypatch.setattr(paced_link, "slowest_seconds", seconds)
     assert measured_rate(1e8, torch.device("cpu")) == pytest.approx(9e7)
     assert next(has, None) is None
     has = iter([5e7] * 9)
     assert measured_rate(1e8, torch.device("cpu")) == pytest.approx(5e7)
     assert next(has, None) is None
+
+
+def test_the_slowest_rank_decides_for_all(monkeypatch):
+    """Each would else try again by a time of its own, and wait for the other for ever."""
+
+    def all_reduce(values, op=None):
+        if op == dist.ReduceOp.MAX:
+            values.clamp_(min=12.5)  # what another rank took
+
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    assert paced_link.slowest_seconds(torch.zeros(4)) == 12.5
+
+
+def test_a_fast_rate_is_measured_with_as_much_as_memory_has(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda values, *_: sizes.append(values.numel()))
+    monkeypatch.setattr(paced_link, "slowest_seconds", lambda values: 1.0)
+    monkeypatch.setattr(paced_link, "MEASURE_MOST", 1000)
+    measured_rate(1e11, torch.device("cpu"))
+    assert set(sizes) == {1000}
 
 
 def test_a_rate_is_kept_within_fifteen_percent():
