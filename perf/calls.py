@@ -12,7 +12,7 @@ import argparse
 import io
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -134,10 +134,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.calls", description=__doc__.partition("\n")[0])
     parser.add_argument("--worker", metavar="FOLDER", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     return exit_status("perf.calls", lambda: run(arguments))
 
 
