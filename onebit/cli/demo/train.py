@@ -44,7 +44,7 @@ NAMES = {"adam": ("Adam", "1-bit Adam", "0/1 Adam"), "lamb": ("LAMB", "1-bit LAM
 class Settings:
     optimizer: str = "adam"
     ranks: int = 2
-    steps: int = 210
+    steps: int = 190
     seed: int = 0
     link: float | None = 100e6  # bits a second between the ranks; None: as fast as this machine is
 
