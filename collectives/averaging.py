@@ -29,12 +29,14 @@ def average_(
     transport: Ranks,
     factor: Tensor | None = None,
     wire_dtype: torch.dtype | None = None,
+    phase: str = "averaging gradients (all-reduce)",
 ) -> None:
     """Replace every tensor by its mean over ranks, the same bit for bit on all of them.
 
     factor: a scalar that may differ from rank to rank; each rank's tensors are multiplied by its own before the mean,
     in fp32, and the mean is divided by it: ranks whose loss is scaled differently get the mean in their own scale.
-    wire_dtype: what they are rounded to on the way, where that is narrower: 2 instead of 4 bytes an element.
+    wire_dtype: what they are rounded to on the way, where that is narrower: 2 instead of 4 bytes an element. phase: what
+    an error says it was.
     """
     if transport.size == 1:
         return
@@ -45,7 +47,7 @@ def average_(
         flat = _packed(bucket, factor).mul_(1 / transport.size)
         if wire != own:
             flat = flat.to(wire)
-        work = transport.all_sum(flat, "averaging gradients (all-reduce)")
+        work = transport.all_sum(flat, phase)
         return partial(_unpack, work, flat, bucket, factor)
 
     _some_at_a_time(map(start, _buckets(tensors)))

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from onebit import kernels
 from onebit.collectives.agreement import NODES, agree
+from onebit.collectives.averaging import average_
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport, Transport, Work, all_gather_values
 from onebit.kernels.backends import labelled
@@ -250,6 +251,18 @@ class Exchange(ABC):
         messages = form.empty(rows, self.device, copies)
         messages.buffer.zero_()
         return messages
+
+    def merge_residuals(self, wire_dtype: torch.dtype | None = None) -> None:
+        """e = mean_j(e_j) + E on every rank, and E = 0: what compression has left out is the same on all. A collective
+        call. wire_dtype: what travels, where it is narrower than fp32."""
+        self.materialize()
+        for chunk in self.chunks:
+            if chunk.server is not None:
+                shard, left_out = chunk.server.shard, chunk.server.residual.value
+                own = chunk.residual.value.narrow(0, shard.start - chunk.slice.start, shard.elements)
+                own.add_(left_out, alpha=self.transport.size)
+                left_out.zero_()
+        average_([self.residual.value], self.transport, wire_dtype=wire_dtype, phase="averaging residuals (all-reduce)")
 
     def gathered_residual(self) -> Tensor:
         """e of every slice, in the order of the layout: fp32 [elements]. With nodes a collective call of this one."""
