@@ -35,8 +35,8 @@ def average_(
 
     factor: a scalar that may differ from rank to rank; each rank's tensors are multiplied by its own before the mean,
     in fp32, and the mean is divided by it: ranks whose loss is scaled differently get the mean in their own scale.
-    wire_dtype: what they are rounded to on the way, where that is narrower: 2 instead of 4 bytes an element. phase: what
-    an error says it was.
+    wire_dtype: what they are rounded to on the way, where that is narrower: 2 instead of 4 bytes an element.
+    phase: what an error says it was.
     """
     if transport.size == 1:
         return
