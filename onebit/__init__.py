@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onebit import collectives, kernels
-from onebit.checkpoint.convert import adamw_state, merge_states
+from onebit.checkpoint.convert import adamw_state
 from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.collectives.heartbeat import Heartbeat
 from onebit.elastic.following import follow
@@ -23,7 +23,7 @@ from onebit.parallel.ddp_hook import OneBitState, onebit_hook
 from onebit.parallel.watch import DivergenceError
 
 if TYPE_CHECKING:
-    from onebit.checkpoint.save_load import load, make_room, save
+    from onebit.checkpoint.save_load import load, save
 
 __all__ = [
     "Algorithm",
@@ -43,8 +43,6 @@ __all__ = [
     "attach",
     "follow",
     "load",
-    "make_room",
-    "merge_states",
     "onebit_hook",
     "reform",
     "save",
@@ -61,7 +59,6 @@ for _part in (kernels, collectives):  # inside the package or, in a checkout, be
 
 _LATE = {
     "load": "onebit.checkpoint.save_load",
-    "make_room": "onebit.checkpoint.save_load",
     "save": "onebit.checkpoint.save_load",
 }
 

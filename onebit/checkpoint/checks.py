@@ -10,28 +10,25 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.elements import ORDER, Saved
 from onebit.checkpoint.schema import VERSION
-from onebit.collectives.reply import WAYS
-from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
-from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS, check_block_size
-from onebit.kernels.data.wire import Scale
+from onebit.kernels.data.checks import is_finite, is_whole
+from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS
 from onebit.optim.fields import Field, Values
 from onebit.optim.param_groups import COMPRESS, PROGRESS
 
+Saved = Mapping[str, Any]  # one parameter's
 _MOST = 2**53  # whole numbers beyond it are not exact as float64
 _DAMAGED = "the state is damaged, or not an optimizer's. Load another"
 Kind = Values | Literal["bits"]
 _LISTS = (list, tuple)
 
 _WHOLE = {  # of a run's progress: the least and the most that it can be
-    "ranks": (1, MOST_RANKS), "slices": (1, MOST_RANKS), "shards": (1, MOST_RANKS), "steps": (0, _MOST),
-    "skipped_steps": (0, _MOST), "wire_bytes": (0, 2**63),
+    "senders": (1, MOST_RANKS), "steps": (0, _MOST), "skipped_steps": (0, _MOST), "wire_bytes": (0, 2**63),
 }  # fmt: skip
 _OTHERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # whether each can be right, and what it is
     "compressing": (lambda value: isinstance(value, bool), "true or false, as the stage was"),
@@ -40,9 +37,7 @@ _OTHERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # whether each can be
     "chunks": (lambda value: isinstance(value, _LISTS), "a list of numbers"),
     "mean_norm": (lambda value: _is_mean_norm(value), "a list of 4 numbers that go together"),
     "settings": (lambda value: isinstance(value, Mapping), "a dict"),
-    "fields": (lambda value: isinstance(value, str), "a string"),
-    "reply": (lambda value: is_one_of(value, ("direct",)) or (is_whole(value) and value in WAYS), "a way to reply"),
-    "scale": (lambda value: is_one_of(value, get_args(Scale)), "a kind of scale"),
+    "trace": (lambda value: _is_trace(value), "a list of equally long lists of numbers"),
 }
 
 
@@ -80,46 +75,40 @@ def check_states(state: object) -> None:
         raise TypeError(f"state is not a dict with a dict for each parameter: {_DAMAGED}")
 
 
-def checked_numbers(numbers: object) -> dict[str, Any]:
-    """How far the run had come: what `onebit.checkpoint.schema.progress` makes, or nothing."""
-    if not isinstance(numbers, Mapping):
-        raise TypeError(f"{PROGRESS!r} of the first param group is a {type(numbers).__name__}, not a dict: {_DAMAGED}")
-    if not numbers:
+def checked_numbers(text: object) -> dict[str, Any]:
+    """How far the run had come: what `onebit.checkpoint.schema.progress` has made, as text, or nothing."""
+    if not isinstance(text, str):
+        raise TypeError(f"{PROGRESS!r} of the first param group is a {type(text).__name__}, not a string: {_DAMAGED}")
+    if not text:
         return {}
+    try:
+        numbers = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{PROGRESS!r} of the first param group is no JSON ({error!s:.60}): {_DAMAGED}") from error
+    if not isinstance(numbers, dict):
+        raise TypeError(f"{PROGRESS!r} of the first param group is a {type(numbers).__name__} in JSON: {_DAMAGED}")
     version = numbers.get("version")
     if not is_whole(version, VERSION, VERSION):
         raise ValueError(
             f"the state has version {_shown(version)} of the format, this onebit reads {VERSION}: load it with the "
             f"onebit that saved it"
         )
-    numbers = {"settings": {}, **numbers}  # full states of torch leave out an empty dict
-    if lacks := {*_WHOLE, *_OTHERS, "block_size", "trace"} - numbers.keys():
+    if lacks := {*_WHOLE, *_OTHERS} - numbers.keys():
         raise ValueError(f"the state does not say how far the run had come (no {', '.join(sorted(lacks))}): {_DAMAGED}")
     for name, (least, most) in _WHOLE.items():
         whole_number(numbers[name], name, least, most)
     for name, (is_good, words) in _OTHERS.items():
         if not is_good(numbers[name]):
             raise ValueError(f"{name} is {words}, not {_shown(numbers[name])}: {_DAMAGED}")
-    if int(numbers["ranks"]) % int(numbers["slices"]):
-        raise ValueError(f"{_shown(numbers['ranks'])} ranks in nodes of {_shown(numbers['slices'])}: {_DAMAGED}")
     for chunks in numbers["chunks"]:
         whole_number(chunks, "chunks", 1, MOST_CHUNKS)
-    check_block_size(numbers["block_size"])
-    return numbers | {"trace": _checked_trace(numbers["trace"])}
+    return numbers
 
 
-def _checked_trace(text: Any) -> Any:
-    try:
-        trace = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"trace is no JSON in the state ({error!s:.60}): {_DAMAGED}") from error
-    if not isinstance(trace, list) or not all(
-        isinstance(row, list) and row and all(map(is_finite, row)) for row in trace
-    ):
-        raise TypeError(f"trace is not a list of lists of numbers: {_DAMAGED}")
-    if any(len(row) != len(trace[0]) for row in trace):
-        raise ValueError(f"trace has rows of different lengths: {_DAMAGED}")
-    return trace
+def _is_trace(value: Any) -> bool:
+    """Whether it can be the `state` of a `StageRule`."""
+    rows = isinstance(value, list) and all(isinstance(row, list) and row and all(map(is_finite, row)) for row in value)
+    return rows and all(len(row) == len(value[0]) for row in value)
 
 
 def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -132,32 +121,17 @@ def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_own(own: Saved, fields: Sequence[Field], shape: tuple[int, ...], name: str) -> None:
-    """A parameter's state, as far as fields say it; messages depend on the layout as well."""
+    """A parameter's state. Not every tool keeps a shape of [1]."""
     if "step" in own:
         steps_of(own)
-    if ORDER in own:
-        _check_order(own[ORDER], len(shape), name)
-    shapes = {"element": shape, "bit": (-(-math.prod(shape) // 8),), "parameter": None}
     for field in fields:
-        needed = field.required and field.always
-        if field.saved and field.same_on_all_ranks and (needed or field.name in own):
+        if field.required or field.name in own:
             value, kind = own.get(field.name), "bits" if field.per == "bit" else field.values
             if field.per == "parameter" and isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"{field.name} of parameter {name} has {value.numel()} elements, not one: {_DAMAGED}")
-            value = shaped(own, field.name, shapes[field.per], name, kind)
+            value = shaped(own, field.name, None if field.per == "parameter" else shape, name, kind)
             if kind == "whole":
                 whole_number(value.item(), field.name, 0, _MOST)
-
-
-def _check_order(value: object, dimensions: int, name: str) -> None:
-    readable = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-    if not isinstance(value, Tensor) or not readable or value.dtype != torch.int64:
-        raise TypeError(f"{ORDER} of parameter {name} is {_shown(value)}, not whole numbers: {_DAMAGED}")
-    if value.ndim != 1 or sorted(value.tolist()) != list(range(dimensions)):
-        raise ValueError(
-            f"{ORDER} of parameter {name} is not its {dimensions} dimensions in some order: the state is another "
-            f"model's, or damaged"
-        )
 
 
 def steps_of(own: Saved) -> int:
@@ -180,8 +154,7 @@ def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind
     """own[what], which must have `shape` and values that a run can leave behind."""
     if what not in own:
         raise ValueError(
-            f"the state has no {what} for parameter {name}: it is damaged, or neither this optimizer's nor AdamW's, or "
-            f"what brought it looks only for what this optimizer has: then call onebit.make_room first"
+            f"the state has no {what} for parameter {name}: it is damaged, or neither this optimizer's nor AdamW's"
         )
     value = own[what]
     if not isinstance(value, Tensor):

@@ -123,7 +123,7 @@ class Follower:
             return None
         inner, (setup, current) = self._inner, self._run
         current.read_last_step(setup)
-        shared = Shared.of(inner, schema.save(setup, current), schema.progress(setup, current))
+        shared = Shared.of(inner, schema.save(setup, current, residuals=False), schema.progress(setup, current))
         return replace(shared, groups=self._groups)
 
     def close(self) -> None:
@@ -169,11 +169,10 @@ class Follower:
                 f"follow: the run has {name} {value['facts'].get(name)}, this process {own[name]}. Build the model and "
                 f"the optimizer with the arguments that the others have"
             )
-        slices = int(shared.numbers["slices"])
-        nodes = int(shared.numbers["ranks"]) // slices
+        nodes, slices = value["nodes"], value["slices"]
         node = Absent(0, slices) if slices > 1 else None
         setup = replace(inner.setup, topology=Topology(Absent(1, nodes * slices), Absent(0, nodes), node))
-        groups, snapshot = shared.restored(setup, inner.current, kept=[])
+        groups, snapshot = shared.restored(setup, inner.current)
         shared.put_parameters(inner, groups)
         self._run = setup, snapshot
 
@@ -185,6 +184,7 @@ class Follower:
         if value["compressing"] and not current.stages.compressing:
             current.freeze(setup, value["chunks"])
         flags = torch.full((1,), int(value["skipped"]), dtype=torch.int32, device=setup.device)
+        current.use_momentum(setup, value["kind"])
         step = STEPS[value["kind"]](setup, current, self._gradients)
         if not value["skipped"]:
             hyper, *shared = tensors

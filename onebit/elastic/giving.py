@@ -140,9 +140,10 @@ class Giver:
         inner = self._inner
         inner.catch_up()
         setup, current = inner.setup, inner.current
-        shared = Shared.of(inner, schema.save(setup, current), schema.progress(setup, current)).clone()
+        shared = Shared.of(inner, schema.save(setup, current, residuals=False), schema.progress(setup, current)).clone()
         value, tensors = shared.packed()
-        return Entry({"kind": "state", "facts": facts_of_model(setup, ""), **value}, tensors)
+        ranks = {"nodes": setup.topology.nodes, "slices": setup.topology.slices}
+        return Entry({"kind": "state", "facts": facts_of_model(setup, ""), **ranks, **value}, tensors)
 
 
 @dataclass(frozen=True)

@@ -144,11 +144,6 @@ class Members:
         return self.ranks_before - len(self.stayers)
 
     @property
-    def momentum_was_folded(self) -> bool:
-        """Whether ranks that have gone on once more than others hold no messages any more."""
-        return any(self.rows[r].reforms > self.reforms and self.rows[r].before["folded"] for r in self.stayers)
-
-    @property
     def overlap(self) -> bool:
         """Whether all want it: a rank that joins has not seen it turned off."""
         return all(each.overlaps for each in self.rows)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onebit.checkpoint import restore
-from onebit.checkpoint.elements import owner_of
+from onebit.checkpoint import restore, schema
+from onebit.checkpoint.checks import checked_numbers
 from onebit.collectives.agreement import checksums
 from onebit.collectives.hand_over import receive_tensors, send_tensors
 from onebit.collectives.transport.protocol import Ranks
+from onebit.optim.fields import RESIDUAL
 from onebit.optim.param_groups import PROGRESS
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
@@ -26,20 +27,15 @@ _LEAVING = "handing over residuals (send)"
 _JOINING = "handing a state to a rank that joins (send)"
 
 
-def send_residuals(ranks: Ranks, to: int, place: int, saved: Iterable[Mapping[str, Any]], device: torch.device) -> None:
-    """saved: of each parameter. place: of the rank that had this."""
-    residuals = [{name: v for name, v in own.items() if owner_of(name) is not None} for own in saved]
-    tensors = [v.detach() for own in residuals for v in own.values()]
-    send_tensors(ranks, to, {"place": place, "names": list(map(list, residuals))}, tensors, device, _LEAVING)
+def send_owed(ranks: Ranks, to: int, place: int, owed: Sequence[Tensor], device: torch.device) -> None:
+    """owed: of every parameter, see `Snapshot.owed`. place: of the rank that owes this."""
+    send_tensors(ranks, to, {"place": place}, owed, device, _LEAVING)
 
 
-def receive_residuals(
-    ranks: Ranks, source: int, device: torch.device, kept: torch.device | None = None
-) -> tuple[int, list[dict[str, Tensor]]]:
-    """And the place of the rank that had them. kept: where they are to be, if not on `device`."""
-    found, tensors = receive_tensors(ranks, source, device, _LEAVING, kept)
-    each = iter(tensors)
-    return found["place"], [{name: next(each) for name in names} for names in found["names"]]
+def receive_owed(ranks: Ranks, source: int, device: torch.device) -> tuple[int, list[Tensor]]:
+    """What `send_owed` has sent: the place, and what was owed."""
+    found, tensors = receive_tensors(ranks, source, device, _LEAVING)
+    return found["place"], tensors
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Shared:
         current, params = inner.current, _parameters(inner)
         with current.keep_last_sync():
             x = [p.detach().clone() for p in params]
-        states = [{name: v for name, v in saved.get(p, {}).items() if owner_of(name) is None} for p in params]
+        states = [{name: v for name, v in saved.get(p, {}).items() if name != RESIDUAL.name} for p in params]
         own = dict(zip(params, states, strict=True))
         for p, last in current.masters_at_last_sync():
             own[p]["master"] = last
@@ -86,13 +82,12 @@ class Shared:
     def receive(cls, ranks: Ranks, source: int, device: torch.device) -> Shared:
         return cls.unpacked(*receive_tensors(ranks, source, device, _JOINING))
 
-    def restored(
-        self, setup: Setup, current: Snapshot, kept: Sequence[int], fold: bool = False
-    ) -> tuple[list[dict[str, Any]], Snapshot]:
+    def restored(self, setup: Setup, current: Snapshot) -> tuple[list[dict[str, Any]], Snapshot]:
         """See `restore.restored`."""
         params = [p for group in setup.groups for p in group["params"]]
         states = dict(zip(params, self.states, strict=True))
-        return restore.restored(setup, current, states, self.numbers, self.groups, kept, fold)
+        numbers = checked_numbers(schema.as_text(self.numbers))
+        return restore.restored(setup, current, states, numbers, self.groups)
 
     @property
     def digest(self) -> str:

@@ -2,13 +2,11 @@
 
     e_i = e_i N' / N;    e_k[shard k] += N' E_k;    E = 0
 
-The mean of e plus E stays what it was, less what lost ranks had. Nothing else changes: parameters, moments, messages
-and counters are the same on all ranks already. A rank that stays builds the state that it has anew for the new group,
-as a load does, and sends none of it. A rank that joins gets all but the residuals from a rank that stays, and owes
-nothing.
+The mean of e plus E stays what it was, less what lost ranks had. Nothing else changes: parameters, moments and counters
+are the same on all ranks already. A rank that stays builds the state that it has anew for the new group, as a load
+does, and sends none of it. A rank that joins gets all but the residuals from a rank that stays, and owes nothing.
 
-Where messages of the old group are none of the new one (direct replies, or a scale a message), m goes into the
-residuals of all ranks, times beta1: the next messages hold the same sum.
+As after a load, no message has m: the next step takes it from "exp_avg".
 
 What a rank owes follows from its own e, E and N alone. So ranks of which some have gone on, and others have not, since
 a rank died within a reform, can go on together.
@@ -24,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from onebit.checkpoint import restore, schema
 from onebit.collectives.agreement import agree, gathered, raise_on_all
@@ -33,7 +32,7 @@ from onebit.collectives.transport.protocol import CollectiveError
 from onebit.elastic.halfway import Settlement
 from onebit.elastic.losses import warn_of_losses
 from onebit.elastic.members import Member, Members, facts_of_model, is_new
-from onebit.elastic.moving import Saved, Shared, receive_residuals, send_residuals
+from onebit.elastic.moving import Saved, Shared, receive_owed, send_owed
 from onebit.kernels.log import tell
 from onebit.optim.snapshot import Snapshot
 from onebit.optimizers.optimizer import OneBitOptimizer
@@ -94,7 +93,7 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
         own.go_on(members, topology)
     if members.stayers:
         if members.sync_is_due:
-            inner.synchronize()
+            inner.end_local_steps()
         inner.pay_off.ranks_changed(before, members.left, len(members.joining), time.monotonic() - start)
 
 
@@ -104,6 +103,7 @@ class _Own:
 
     inner: OneBitOptimizer
     kept: list[int]  # the places in the old group of those whose residuals this rank goes on with
+    owed: dict[Tensor, Tensor] = field(default_factory=dict)  # what this rank goes on with of them
     saved: Saved = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     awaited: bool = False  # whether ranks that leave wait to hear that others have gone on
@@ -148,10 +148,10 @@ class _Own:
             self._save(members)
         received = self._get_states(members)
         built: list[tuple[list[dict[str, Any]], Snapshot]] = []
-        build = partial(self._restored, topology, received, members.momentum_was_folded)
+        build = partial(self._restored, topology, received)
         gathered(members.everyone, self.device, lambda: built.append(build()), _BUILDING)
         ((groups, snapshot),) = built
-        snapshot.collect_residuals()
+        snapshot.owe(self.owed)
         if members.stayers:
             warn_of_losses(inner.setup, inner.current, members)
         if received is not None:
@@ -161,18 +161,13 @@ class _Own:
         if members.stayers:
             self._go_on_between_exchanges(topology, snapshot, members.local_progress)
         before = {"ranks": members.ranks_before, "kept": members.kept[members.everyone.rank]} if members.stayers else {}
-        inner.before_reform = {
-            **before,
-            "attempts": int(snapshot.stages.counts.sum()),
-            "folded": snapshot.momentum_was_folded,
-        }
+        inner.before_reform = {**before, "attempts": int(snapshot.stages.counts.sum())}
         inner.reforms = members.reforms + 1
         use_ranks(inner, topology, snapshot, members.overlap)
 
     def _check(self) -> None:
         inner = self.inner
         inner.current.check_own_parameters("reform")
-        inner.shown_state.check_loaded()
         if inner.current.under_way is None:
             inner.catch_up()
         if inner.setup.topology.shard is not None:
@@ -193,16 +188,16 @@ class _Own:
             return
         gathered(everyone, self.device, self._check_between_steps, _LEAVING)
         self.awaited = True
-        state = schema.save(self.inner.setup, self.inner.current)
+        owed = self.inner.current.owed(self.inner.setup)
         for j, rank in enumerate(sorted(leaving)):
             heir = staying[j % len(staying)]
             if everyone.rank == rank:
-                send_residuals(everyone, heir, self.kept[0], state.values(), self.device)
+                send_owed(everyone, heir, self.kept[0], list(owed.values()), self.device)
             elif everyone.rank == heir:
-                place, residuals = receive_residuals(everyone, rank, self.device)
+                place, theirs = receive_owed(everyone, rank, self.device)
                 self.kept.append(place)
-                for p, theirs in zip(state, residuals, strict=True):
-                    self.saved.setdefault(p, {}).update(theirs)
+                for p, more in zip(owed, theirs, strict=True):
+                    self.owed[p] = self.owed[p] + more if p in self.owed else more
 
     def _check_between_steps(self) -> None:
         self._check()
@@ -214,13 +209,14 @@ class _Own:
 
     def _save(self, members: Settlement) -> None:
         """What this rank has now, beside what others have handed over."""
-        setup, current, handed = self.inner.setup, self.inner.current, self.saved
-        self.saved, self.numbers = schema.save(setup, current), schema.progress(setup, current)
+        setup, current = self.inner.setup, self.inner.current
+        for p, owed in current.owed(setup).items():
+            self.owed[p] = self.owed[p] + owed if p in self.owed else owed
+        self.saved, self.numbers = schema.save(setup, current, residuals=False), schema.progress(setup, current)
         self.numbers["steps"] += members.left_out
         self.numbers["mean_norm"] = members.rows[members.stayers[0]].mean_norm  # a step may have ended on some alone
-        for p, own in self.saved.items():
+        for own in self.saved.values():
             own["step"] += members.left_out
-            own |= handed.get(p, {})
 
     def _get_states(self, members: Members) -> Shared | None:
         """What a rank that joins gets from a rank that stays, or has by following."""
@@ -259,14 +255,12 @@ class _Own:
     def _shared(self) -> Shared:
         return Shared.of(self.inner, self.saved, self.numbers)
 
-    def _restored(
-        self, topology: Topology, received: Shared | None, fold: bool
-    ) -> tuple[list[dict[str, Any]], Snapshot]:
+    def _restored(self, topology: Topology, received: Shared | None) -> tuple[list[dict[str, Any]], Snapshot]:
         """What each param group is updated with, and the state as the new ranks cut it."""
         setup, current = replace(self.inner.setup, topology=topology), self.inner.current
         if received is not None:
-            return received.restored(setup, current, self.kept, fold)
-        return restore.restored(setup, current, self.saved, self.numbers, setup.groups, self.kept, fold)
+            return received.restored(setup, current)
+        return restore.restored(setup, current, self.saved, self.numbers, setup.groups)
 
     def _go_on_between_exchanges(self, topology: Topology, snapshot: Snapshot, progress: Any) -> None:
         """What a load has no use for: local steps since the last exchange, of which all have this progress."""

@@ -6,12 +6,11 @@ a subclass. It is one to mix in as well: `class MyTrainer(OneBitTrainer, SFTTrai
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from onebit.integrations.whole_state import FOLDER, WholeState, attach_if_distributed, warn_of_total
+from onebit.integrations.attaching import attach_if_distributed, warn_of_total
 from onebit.kernels.log import tell
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
@@ -21,44 +20,26 @@ class OneBitTrainer(Trainer):
     """A Trainer whose optimizer is one of onebit, given as ever: `optimizers=(optimizer, schedule)`, or
     `optimizer_cls_and_kwargs=(onebit.OneBitAdam, {...})`.
 
-    It attaches the optimizer as training begins. Each of its checkpoints holds the state of every rank, in the folder
-    `onebit`, and `resume_from_checkpoint` goes on bit for bit. `max_grad_norm` clips by one norm on all ranks. Rank 0
+    It attaches the optimizer as training begins, and synchronizes it before each checkpoint, so that
+    `resume_from_checkpoint` goes on bit for bit. `max_grad_norm` clips by one norm on all ranks. Rank 0
     logs `optimizer.report()` at the end.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._whole_state: WholeState | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(_AttachAndReport(self))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._state_of_all().save(Path(output_dir) / FOLDER)
+        own_optimizer(self.optimizer, "OneBitTrainer").synchronize()
         super()._save_optimizer_and_scheduler(output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        state = self._state_of_all()
-        state.expect(Path(checkpoint) / FOLDER)
-        try:
-            super()._load_optimizer_and_scheduler(checkpoint)
-        finally:
-            state.cancel()
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """As `optimizer.clip_grad_norm_`: Accelerate's has each rank's own norm in stage 2."""
         self.accelerator.unscale_gradients()
         return own_optimizer(self.optimizer, "OneBitTrainer").clip_grad_norm_(self.args.max_grad_norm)
 
-    def _state_of_all(self) -> WholeState:
-        """Of the optimizer and model that there are now: model_init, for one, makes new ones."""
-        optimizer, state = own_optimizer(self.optimizer, "OneBitTrainer"), self._whole_state
-        if state is None or state.optimizer is not optimizer:
-            state = self._whole_state = WholeState(self.model, optimizer)
-        return state
 
-
-for _name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_clip_grad_norm"):
+for _name in ("_save_optimizer_and_scheduler", "_clip_grad_norm"):
     if not hasattr(Trainer, _name):
         raise ImportError(
             f"this version of transformers has no Trainer.{_name}, which OneBitTrainer replaces. Install the newest "

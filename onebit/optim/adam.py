@@ -4,12 +4,14 @@ stage 1    m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2;  x = x - lr (mhat / (sqr
 freeze     d = 1 / (sqrt(vhat) + eps)
 stage 2    m = compressed_all_reduce(b1 m + (1-b1) g_i);  x = x - lr (f_p m d + wd x)        f_p: see `limit`
 
-State: exp_avg, exp_avg_sq, 8 B an element; in stage 2 residual and d in the same buffers, and m, E: 1/8 + 4/N.
+State: exp_avg, exp_avg_sq, 8 B an element; in stage 2 residual and d in the same buffers, and m, E: 1/8 + 4/N. What is
+saved in the place of d is  v = (1/d - eps)^2 (1 - b2^t),  AdamW's variance: d follows from it bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule, VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
 from onebit.optim.options import Options
+from onebit.optim.param_groups import Group, betas_of
 from onebit.optim.reducer import MomentumReducer
 
 DENOMINATOR = Field("denominator", values="non-negative")
@@ -32,7 +35,7 @@ class Adam(Algorithm):
     """The two updates of 1-bit Adam."""
 
     stage_1: tuple[Field, ...] = (MOMENTUM, VARIANCE, JOINED)
-    stage_2: tuple[Field, ...] = (RESIDUAL, DENOMINATOR, USUAL)
+    stage_2: tuple[Field, ...] = (RESIDUAL, replace(DENOMINATOR, saved=False), USUAL)
     shortened_to = 2.0
 
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
@@ -58,6 +61,16 @@ class Adam(Algorithm):
         state.rename("exp_avg_sq", DENOMINATOR)
         return without
 
+    def save_derived(self, state: FlatState, index: int, group: Group, steps: int) -> dict[str, Tensor]:
+        if VARIANCE.name in state:
+            return {}
+        return {VARIANCE.name: to_variance(state.view("denominator", index), *_eps_and_weight(group, steps))}
+
+    def load_derived(self, state: FlatState, index: int, saved: Mapping[str, Tensor], group: Group, steps: int) -> None:
+        if VARIANCE.name not in state:
+            v = saved[VARIANCE.name].to(state.device)
+            state.view("denominator", index).copy_(to_denominator(v, *_eps_and_weight(group, steps)))
+
     def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> StageRule:
         return VarianceRule(options.fixed_freeze_step, options.freeze_rule.threshold, window)
 
@@ -70,6 +83,25 @@ class Adam(Algorithm):
 
     def scratch(self, state: FlatState) -> dict[str, Tensor]:
         return {"sums": torch.zeros(state.layout.blocks, dtype=torch.float32, device=state.device)}
+
+
+def to_variance(d: Tensor, eps: float, weight: float) -> Tensor:
+    """v with 1 / (sqrt(v / weight) + eps) = d, fp32; 0 where d is."""
+    root = (1 / d.double() - eps).clamp(min=0)
+    v = (root.square() * weight).float().clamp(min=torch.finfo(torch.float32).tiny)
+    return v.masked_fill_(d == 0, 0)
+
+
+def to_denominator(v: Tensor, eps: float, weight: float) -> Tensor:
+    """The d that `to_variance` was given, to the bit: v is rounded by 2^-24 of it, and a root by half of that."""
+    d = 1 / ((v.double() / weight).sqrt() + eps)
+    return d.float().masked_fill_(v == 0, 0)
+
+
+def _eps_and_weight(group: Group, steps: int) -> tuple[float, float]:
+    """eps as passes have it, and what all gradients in AdamW's variance weigh."""
+    eps = float(torch.tensor(float(group["eps"]), dtype=torch.float32, device="cpu"))
+    return eps, (1 - betas_of(group)[1] ** steps) or 1.0
 
 
 def sum_squares(state: FlatState, name: str) -> Tensor:

@@ -57,9 +57,18 @@ class Algorithm(ABC):
     trusted_step: ClassVar[float] = 0.0
     """A step of at most so many times what is usual is left as it is."""
 
-    def numbers(self) -> frozenset[str]:
-        """The fields, of either stage, that have one number a parameter, by name."""
-        return frozenset(field.name for field in (*self.stage_1, *self.stage_2) if field.per == "parameter")
+    def saved_fields(self, compressed: bool) -> list[Field]:
+        """What a state has of every parameter: the same in both stages. compressed: whether stage 2 is for it."""
+        fields = (*self.stage_1, RESIDUAL, *self.stage_2) if compressed else self.stage_1
+        return list({field.name: field for field in fields if field.saved}.values())
+
+    def save_derived(self, state: FlatState, index: int, group: Group, steps: int) -> dict[str, Tensor]:
+        """Stage 2: saved fields of stage 1 of one parameter, as they follow from those of stage 2."""
+        return {}
+
+    def load_derived(self, state: FlatState, index: int, saved: Mapping[str, Tensor], group: Group, steps: int) -> None:
+        """The reverse: fields of stage 2 that are not saved."""
+        return None
 
     @abstractmethod
     def full_step(self, state: FlatState, hyper: Tensor, flags: Tensor) -> None:
@@ -140,12 +149,13 @@ class Algorithm(ABC):
         """Stage 2: fp32 [parameters], what the messages of each parameter are multiplied by; None for 1."""
         return None
 
-    def where_momentum_goes(
-        self, state: FlatState, step: int, beta1s: Sequence[float]
-    ) -> tuple[Field, Sequence[float]]:
-        """Where a state is loaded whose messages have another shape: the field to which m is added before step number
-        `step`, and what it is multiplied by, a parameter each."""
-        return RESIDUAL, beta1s
+    def last_momentum(self, state: FlatState, reducer: MomentumReducer) -> list[Tensor]:
+        """Stage 2: m as the last message has it, fp32, a tensor a parameter."""
+        return reducer.momentum()
+
+    def start_from_momentum(self, state: FlatState, reducer: MomentumReducer) -> None:
+        """Stage 2: before a local step, where "exp_avg" has m and no message does."""
+        raise NotImplementedError(f"{type(self).__name__} has no local steps")
 
     def settings(self) -> Mapping[str, float | str]:
         """What all ranks must have in common, beyond the options of every optimizer; saved with the state."""

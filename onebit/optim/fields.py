@@ -21,9 +21,10 @@ class Field:
     values: what a run can leave in it. A saved state with other values is refused.
     initial: what it holds before the first step.
     required: whether a saved state must have it. Where it is not required and not there, it starts from `initial`.
-    always: whether every run has it. False for a field that is added only where it is needed.
-    saved: False for what every step computes anew.
-    same_on_all_ranks: False for what is each rank's own: it is saved under a name that has the rank.
+    always: whether every run has it. False for a field that is added only where it is needed: a state has its initial
+        value where it is not there, and a load adds it where a state has another.
+    saved: False for what every step computes anew, or what follows from other fields.
+    same_on_all_ranks: False for what is each rank's own: `optimizer.synchronize()` makes it the same.
     shown_as: the name under which diagnostics show it, a field with one number an element by its norm.
     """
 
@@ -39,8 +40,10 @@ class Field:
 
 
 MOMENTUM = Field("exp_avg")
-FIRST_MOMENTUM = Field("first_momentum", required=False, always=False)  # until the first compressed step was taken
-RESIDUAL = Field("residual", per="slice", same_on_all_ranks=False)
+"""In stage 2 from a save or a load until the next step begins: m, of which no message and no residual has anything."""
+FOLDED_MOMENTUM = Field("folded_momentum", saved=False, always=False)
+"""m that was added to the residual, for those that need it until the next compressed step was taken."""
+RESIDUAL = Field("residual", per="slice", required=False, same_on_all_ranks=False)
 VARIANCE = Field("exp_avg_sq", values="non-negative", shown_as="variance_norm")
 JOINED = Field("joined_after_step", per="parameter", values="whole", required=False, always=False)
 """Of stage 1 where parameters were added to a run: how many steps had been taken before each."""

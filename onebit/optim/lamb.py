@@ -41,7 +41,7 @@ AVERAGE = Field("coefficient_average", "parameter", "non-negative", required=Fal
 AVERAGED_STEPS = Field("coefficient_steps", "parameter", "whole", required=False)
 RATIO = Field("ratio", "parameter", "non-negative", initial=1.0, required=False, shown_as="ratio")
 GAMMA = Field("gamma", "parameter", "non-negative", initial=1.0, required=False, always=False)
-COUNTED = Field("counted_bits", "bit", required=False, always=False)  # where v_T was not 0, if it was anywhere
+COUNTED = Field("counted", "bit", initial=1.0, required=False, always=False)  # where v_T was not 0, if it was anywhere
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Lamb(Adam):
         state.backend.run(LambStatistics(
             whole, m, reducer.previous, d, state["exp_avg_sq"], hyper, lamb,
             factor_min=self.factor_min, factor_max=self.factor_max, factor_threshold=self.factor_threshold,
-            ratio=self.ratio, live=state.get("counted_bits"), gamma=state.get("gamma"),
+            ratio=self.ratio, live=state.get("counted"), gamma=state.get("gamma"),
         ))  # fmt: skip
         if before is not None:
             self._ratios_of_wholes(state, lamb, *before, m.flags.max() == 0)

@@ -72,13 +72,24 @@ class UpdateLimit:
 
     def of_messages(self, hyper: Tensor, weight: Tensor | None = None) -> Tensor:
         """f of a step by m times weight, fp32 [parameters]: by m itself where there is none."""
-        if self._d is None:
-            self._d = self._sum_squares_of_d(hyper).clamp(max=MOST_SQUARES)
-        return self._factor(self.state.of_parameters(self._d, self._replies, weight), self._replies)
+        squares = self.state.of_parameters(self._squares_of_d(hyper), self._replies, weight)
+        return self._factor(squares, self._replies)
+
+    def of_dense(self, hyper: Tensor, m: Tensor, weight: Tensor) -> Tensor:
+        """f of a step by m times weight, where no message has m, fp32 [elements]. The size of m in a block is the
+        largest there."""
+        lengths = torch.from_numpy(self.state.layout.lengths()).to(m.device)
+        sizes = torch.segment_reduce(m.abs(), "max", lengths=lengths)
+        return self._factor(self.state.of_parameters(self._squares_of_d(hyper) * sizes.square(), None, weight))
 
     def of_squares(self, squares: Tensor) -> Tensor:
         """f by sums of u^2, fp32 [blocks]."""
         return self._factor(self.state.of_parameters(squares))
+
+    def _squares_of_d(self, hyper: Tensor) -> Tensor:
+        if self._d is None:
+            self._d = self._sum_squares_of_d(hyper).clamp(max=MOST_SQUARES)
+        return self._d
 
     def _factor(self, squares: Tensor, replies: Messages | None = None) -> Tensor:
         """f by the sum of u^2 over this rank's part of every parameter. replies: by which R_p may be another now."""

@@ -63,9 +63,11 @@ class LocalSteps:
         self._squares = torch.zeros(state.layout.blocks, dtype=torch.float32, device=device)  # of the last step
         self._moved = torch.zeros(1, dtype=torch.bool, device=device)  # whether this rank has, since the last exchange
         self._first_clip: Tensor | None = None  # of a step by m as the last exchange has it
-        for i, m in enumerate(reducer.momentum()):
+        self._has_replies = not reducer.momentum_is_own
+        reducer.momentum_is_own = False
+        for i, m in enumerate(reducer.momentum() if self._has_replies else ()):
             own = state.view(OWN_MOMENTUM.name, i)
-            own.add_(torch.where(state.cut(live, i), m * self._of_replies[i], 0))  # to what a load may have put there
+            own.add_(torch.where(state.cut(live, i), m * self._of_replies[i], 0))  # to what the freeze may have put
 
     def use_units_of_steps(self, hyper: Tensor) -> None:
         """What compressed steps have left out, in units of m until now. Where the learning rate is 0 it is lost."""
@@ -135,6 +137,7 @@ class LocalSteps:
             state[OWN_MOMENTUM.name], state[ANCHOR.name], total, hyper, floors_of(state), self.decay, factor, clip,
         ))  # fmt: skip
         self._moved.zero_()
+        self._has_replies = True
         self._of_replies.copy_(factor)
         self.weights.zero_()
         self.decay.fill_(1)
@@ -172,7 +175,11 @@ class LocalSteps:
         if self.limit is None:
             return None
         if not self.taken or self._first_clip is None:
-            self._first_clip = self.limit.of_messages(hyper, self._of_replies * self._of_parameters(hyper).bias1)
+            bias1 = self._of_parameters(hyper).bias1
+            if self._has_replies:
+                self._first_clip = self.limit.of_messages(hyper, self._of_replies * bias1)
+            else:
+                self._first_clip = self.limit.of_dense(hyper, self.state[OWN_MOMENTUM.name], bias1)
             return self._first_clip
         return torch.where(self._moved, self.limit.of_squares(self._squares), self._first_clip)
 

@@ -6,6 +6,9 @@ with direct replies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,7 +18,7 @@ from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.passes import Compress, Decode, Gradients
-from onebit.optim.fields import FIRST_MOMENTUM
+from onebit.optim.fields import FOLDED_MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState, pieces
 from onebit.optim.limit import UpdateLimit
 from onebit.optim.stages import AsyncReadback
@@ -31,6 +34,7 @@ class MomentumReducer:
         m = exchange.replies
         self._previous = m.format.empty(m.rows, state.device, m.copies) if keep_previous else None
         self.limit: UpdateLimit | None = None  # of a step by m
+        self.momentum_is_own = False  # local steps begin from a field that has m, which no message does
         self._all_live = AsyncReadback()
 
     @property
@@ -41,7 +45,7 @@ class MomentumReducer:
     @property
     def previous(self) -> Tensor | Messages:
         """m of the step before: dense until a compressed step was taken."""
-        dense = self.state.get(FIRST_MOMENTUM.name)
+        dense = self.state.get(FOLDED_MOMENTUM.name)
         assert self._previous is not None
         return self._previous if dense is None else dense
 
@@ -52,7 +56,7 @@ class MomentumReducer:
         return [] if exchange.server_residual is None else layout.parts(exchange.own_row, layout.ranks)
 
     def served(self, index: int) -> list[tuple[slice, Tensor]]:
-        """Which elements of a parameter this rank averages, and what it has left out of them."""
+        """Which elements of a parameter this rank averages, and what it has left out of them. `materialize` first."""
         server = self.exchange.server_residual
         return [] if server is None else pieces(self.served_spans, server.value, index)
 
@@ -84,12 +88,30 @@ class MomentumReducer:
             self.exchange.all_live = bool(found[0])
 
     def momentum(self) -> list[Tensor]:
-        """m of the last step, decoded: fp32, a tensor a parameter. NaN where the step was not taken."""
-        state = self.state
+        """m of the last step that was taken, decoded: fp32, a tensor a parameter."""
+        state, replies = self.state, replace(self.replies, buffer=self.replies.buffer.clone())
+        replies.flags.zero_()  # a flagged message has what the last step left
         flat = torch.zeros(state.layout.elements, dtype=torch.float32, device=state.device)
         parts = [state.elements_of(flat, i) for i in range(len(state.params))]
-        state.backend.run(Decode(state.layout.all(), self.replies, Pointers.to(state.layout, parts)))
+        state.backend.run(Decode(state.layout.all(), replies, Pointers.to(state.layout, parts)))
         return [state.cut(flat, i) for i in range(len(state.params))]
+
+    def add_to_residual(self, values: Tensor, factors: Sequence[float]) -> None:
+        """values: fp32 [elements]; each parameter's are multiplied by its factor."""
+        self.exchange.materialize()
+        for i, factor in enumerate(factors):
+            for part, e in self.state.parts_of(RESIDUAL.name, i):
+                e.add_(self.state.elements_of(values, i)[part], alpha=factor)
+
+    def owed(self, index: int) -> Tensor:
+        """What this rank has left out of the mean of one parameter, fp32 [elements]: e / N, and E where it averages."""
+        self.exchange.materialize()
+        found = torch.zeros(self.state.numels[index], dtype=torch.float32, device=self.state.device)
+        for part, e in self.state.parts_of(RESIDUAL.name, index):
+            found[part] = e / self.exchange.transport.size
+        for part, e in self.served(index):
+            found[part] += e
+        return found
 
     def compress(self, chunk: Chunk, hyper: Tensor, flags: Tensor) -> None:
         """One chunk's messages of b1 m + (1-b1) g."""
@@ -101,5 +123,5 @@ class MomentumReducer:
 
     def keep_previous_momentum(self) -> None:
         """Before an exchange overwrites it."""
-        if self._previous is not None and FIRST_MOMENTUM.name not in self.state:
+        if self._previous is not None and FOLDED_MOMENTUM.name not in self.state:
             self._previous.buffer.copy_(self.replies.buffer)

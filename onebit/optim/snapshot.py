@@ -3,6 +3,11 @@
 At the freeze nothing is copied. With no message received yet the momentum of the first compressed step must still
 come from exp_avg: c = beta1 m + (1 - beta1) g + e with e = 0 is the same sum as with m = 0 and e = beta1 m. So
 exp_avg, times beta1, becomes the first residual.
+
+A save makes one state of those of all ranks (`Snapshot.merge`), from which the run goes on as one that loads it:
+
+    e_i = mean_j(e_j) + E;  E = 0;  exp_avg = m;  no message
+    and as the next step begins, if it sends 1 bit an element:  e_i = e_i + beta1 m
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onebit.collectives.flags import read_flags, travel_in_messages
@@ -21,12 +27,13 @@ from onebit.collectives.undo import Undo
 from onebit.kernels.data.bits import packed
 from onebit.kernels.streams import capturing
 from onebit.optim import held
-from onebit.optim.algorithm import LocalSteps
-from onebit.optim.fields import FIRST_MOMENTUM, JOINED, MASTER, MOMENTUM, RESIDUAL
+from onebit.optim.algorithm import Algorithm, Kind, LocalSteps
+from onebit.optim.fields import FOLDED_MOMENTUM, JOINED, MASTER, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import correct_joined_, report_freeze, warn_of_zeros
 from onebit.optim.limit import LEAST, USUAL, UpdateLimit
 from onebit.optim.mean_norm import MeanNorm
+from onebit.optim.memory_order import flattened, in_shape
 from onebit.optim.param_groups import betas_of, check_parameters
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.setup import Setup
@@ -43,8 +50,7 @@ class Part:
     state: FlatState
     reducer: MomentumReducer | None = None  # None too in stage 2, where the state is not compressed
     local: LocalSteps | None = None  # once this process has taken one
-    fold_momentum_again: Callable[[], None] | None = None  # after a load: puts m into a residual that was cleared
-    collect_residuals: Callable[[], None] | None = None  # see `Snapshot.collect_residuals`
+    gathered: Tensor | None = None  # residuals of all of a node, fp32 [elements] on the host, until the next step
 
     def start_reducer(self, setup: Setup) -> None:
         """Stage 2, from the field "residual"."""
@@ -61,6 +67,64 @@ class Part:
             sum_squares = partial(algorithm.sum_squares_of_d, state)
             bounds = (LEAST, times, algorithm.trusted_step) if isinstance(limit, str) else (limit, 0.0, 0.0)
             self.reducer.limit = UpdateLimit(state, exchange.replies, *bounds, sum_squares)
+
+    def last_momentum(self, algorithm: Algorithm) -> list[Tensor]:
+        """Stage 2: m of the last step, fp32, a tensor a parameter."""
+        state = self.state
+        for name in (MOMENTUM.name, FOLDED_MOMENTUM.name):
+            if name in state:
+                return [state.view(name, i) for i in range(len(state.params))]
+        assert self.reducer is not None
+        return algorithm.last_momentum(state, self.reducer)
+
+    def residuals(self) -> list[Tensor]:
+        """What `merge` has left of every parameter: fp32, in its shape."""
+        state, flat = self.state, self.gathered
+        if flat is None:
+            return [state.view(RESIDUAL.name, i) for i in range(len(state.params))]
+        return [state.cut(flat, i) for i in range(len(state.params))]
+
+    def merge(self, setup: Setup) -> None:
+        """See `Snapshot.merge`."""
+        state, reducer = self.state, self.reducer
+        assert reducer is not None
+        self.separate_momentum(setup)
+        if MOMENTUM.name not in state:
+            m = self.last_momentum(setup.algorithm)
+            state.add(MOMENTUM)
+            for i, of_parameter in enumerate(m):
+                state.view(MOMENTUM.name, i).copy_(of_parameter)
+        reducer.exchange.merge_residuals(setup.options.gradient_dtype)
+        reducer.exchange.clear_replies(torch.zeros(1, dtype=torch.int32, device=state.device))
+        self.local = None
+        if state.slices > 1:
+            self.gathered = reducer.exchange.gathered_residual().cpu()
+
+    def separate_momentum(self, setup: Setup) -> None:
+        """Take m out of the residual again, where no step was taken since it was added."""
+        state = self.state
+        if self.reducer is not None and FOLDED_MOMENTUM.name in state:
+            self.reducer.add_to_residual(state[FOLDED_MOMENTUM.name], [-beta1 for beta1 in self._beta1s(setup)])
+            state.rename(FOLDED_MOMENTUM.name, MOMENTUM)
+
+    def use_momentum(self, setup: Setup, kind: Kind) -> None:
+        """As a step begins: m goes where the step reads it. A full step reads "exp_avg" itself."""
+        state, reducer, algorithm = self.state, self.reducer, setup.algorithm
+        assert reducer is not None
+        self.gathered = None
+        if kind == "full":
+            return
+        if kind == "1 bit":
+            reducer.add_to_residual(state[MOMENTUM.name], self._beta1s(setup))
+        else:
+            algorithm.start_from_momentum(state, reducer)
+        if kind == "1 bit" and (algorithm.needs_previous_momentum or setup.options.elastic):
+            state.rename(MOMENTUM.name, FOLDED_MOMENTUM)
+        else:
+            state.remove(MOMENTUM.name)
+
+    def _beta1s(self, setup: Setup) -> list[float]:
+        return [betas_of(setup.groups[group])[0] for group in self.state.groups]
 
     def parameters_at_last_sync(self) -> list[Tensor]:
         """This rank's part of every parameter, as all ranks had it after the last exchange."""
@@ -94,8 +158,8 @@ class Snapshot:
     stages: Stages
     mean_norm: MeanNorm
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
-    residuals_missing: bool = False  # whether a loaded state lacked this rank's residuals
-    momentum_was_folded: bool = False  # whether a load, or a change of ranks, has put m into what is sent next
+    merged: bool = False  # in stage 2 until the next step begins: whether all ranks have one state, as it is saved
+    momentum_is_dense: bool = False  # in stage 2: whether "exp_avg" has m, and no message does
     ranks_agree: bool = False  # whether all ranks were found to have the same model and options
     ddp_averages: bool = False  # whether all ranks had the same gradients before any averaging
     at_last_sync: bool = False  # whether the model has the parameters of the last exchange
@@ -172,18 +236,57 @@ class Snapshot:
         self, setup: Setup, hyper: Tensor, progress: Sequence[Any], before: Snapshot | None
     ) -> None:
         """Between two exchanges, with another set of ranks: see `LocalSteps.go_on`."""
+        self.use_momentum(setup, "local")
         for i, part in enumerate(self.parts):
             assert part.reducer is not None
             part.local = setup.algorithm.local_steps(part.state, part.reducer, hyper, self.stages.steps + 1)
             part.local.go_on(progress[i], None if before is None else before.parts[i].local)
 
-    def collect_residuals(self) -> None:
-        """After a change of ranks: of a node's ranks each goes on with what lies in its slice. A collective call with
-        two levels."""
-        for part in self.parts:
-            if part.collect_residuals is not None:
-                part.collect_residuals()
-                part.collect_residuals = None
+    def merge(self, setup: Setup) -> None:
+        """Stage 2: one state of those of all ranks, as it is saved and loaded. A collective call."""
+        for part in self.compressed_parts:
+            part.merge(setup)
+        self.merged = self.momentum_is_dense = True
+
+    def use_momentum(self, setup: Setup, kind: Kind) -> None:
+        """A step begins, of this kind: see `Part.use_momentum`."""
+        self.merged = False
+        if self.momentum_is_dense:
+            for part in self.compressed_parts:
+                part.use_momentum(setup, kind)
+            self.momentum_is_dense = kind == "full"
+
+    def owed(self, setup: Setup) -> dict[Tensor, Tensor]:
+        """What this rank has left out of the mean of every parameter, fp32, in the parameter's shape."""
+        found = {}
+        for part in self.compressed_parts:
+            assert part.reducer is not None
+            part.separate_momentum(setup)
+            state, self.momentum_is_dense = part.state, self.momentum_is_dense or MOMENTUM.name in part.state
+            for i, p in enumerate(state.params):
+                found[p] = in_shape(part.reducer.owed(i), state.shapes[i], state.orders[i])
+        return found
+
+    def owe(self, owed: Mapping[Tensor, Tensor]) -> None:
+        """After a change of ranks: this rank's residuals become what it owes, times the number of those that send. With
+        two levels each rank of a node owes what lies in its slice: then a collective call."""
+        self.merged = False
+        for part in self.compressed_parts:
+            assert part.reducer is not None
+            state, exchange = part.state, part.reducer.exchange
+            for i, p in enumerate(state.params):
+                own = torch.zeros(state.numels[i], dtype=torch.float32, device=state.device)
+                if p in owed:
+                    own.add_(flattened(owed[p].to(state.device), state.orders[i]), alpha=exchange.transport.size)
+                if exchange.node.size > 1:
+                    exchange.node.all_sum(own, "collecting what the ranks of a node owe (all-reduce)").wait()
+                for span, e in state.parts_of(RESIDUAL.name, i):
+                    e.add_(own[span])
+
+    @property
+    def compressed_parts(self) -> list[Part]:
+        """Those that have a reducer: none in stage 1."""
+        return [part for part in self.parts if part.reducer is not None]
 
     def masters_at_last_sync(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Parameters that have a master copy and have moved since the last exchange, and the copy as it was then."""
@@ -201,10 +304,10 @@ class Snapshot:
         return self.bytes_before + sum(reducer.exchange.wire_bytes for reducer in self.reducers)
 
     def needs_step_number(self, setup: Setup) -> bool:
-        """Whether the coming step depends on its number: in stage 1, in which some parameters stay, and until the first
-        compressed step was taken."""
+        """Whether the coming step depends on its number: in stage 1, in which some parameters stay, and where it reads
+        a momentum that no message has."""
         in_stage_1 = not self.stages.compressing or bool(self.uncompressed)
-        dense = any(FIRST_MOMENTUM.name in state for state in self.states)
+        dense = any(FOLDED_MOMENTUM.name in state or MOMENTUM.name in state for state in self.compressed)
         return in_stage_1 or dense or setup.algorithm.uses_step_number
 
     def flags_travel(self, setup: Setup) -> bool:
@@ -274,19 +377,20 @@ class Snapshot:
             state.parameters_were_written()
             state.release_gradients()
 
-    def read_last_step(self, setup: Setup) -> bool:
-        """What the host has to know of it. Whether fields have changed: from here on messages hold the momentum."""
+    def read_last_step(self, setup: Setup) -> None:
+        """What the host has to know of it. If it was taken in stage 2, messages hold the momentum from here on."""
         for reducer in self.reducers:
             reducer.read_mask()
         betas = [betas_of(group)[1] if setup.options.bias_correction else 0.0 for group in setup.groups]
         if not self.stages.read_last_step(betas):
-            return False
+            return
         if not self.stages.compressing and setup.topology.everyone.rank == 0:
             self.stages.log_progress()
-        dense = [state for state in self.compressed if self.stages.compressing and FIRST_MOMENTUM.name in state]
-        for state in dense:
-            state.remove(FIRST_MOMENTUM.name)
-        return bool(dense)
+        for part in self.compressed_parts:
+            for name in (FOLDED_MOMENTUM.name, MOMENTUM.name):
+                if name in part.state:
+                    part.state.remove(name)
+        self.momentum_is_dense = False
 
     def check_stage_1(self, what: str) -> None:
         if self.stages.compressing:
@@ -372,7 +476,7 @@ class Snapshot:
             without = algorithm.on_freeze(state, rows, setup.options)
             zeros += _named(setup, state, without)
             if algorithm.needs_previous_momentum:
-                state.add(FIRST_MOMENTUM).copy_(state[MOMENTUM.name])
+                state.add(FOLDED_MOMENTUM).copy_(state[MOMENTUM.name])
             algorithm.momentum_becomes_residual(state, steps + 1, [rows[group].beta1 for group in state.groups])
             state.scratch = algorithm.scratch(state)
             part.start_reducer(setup)

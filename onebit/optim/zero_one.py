@@ -106,12 +106,14 @@ class ZeroOne(Adam):
         self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, flags: Tensor, options: Options
     ) -> None:
         exchange, sums, counts = reducer.exchange, state.scratch["sums"], state.scratch["counts"]
+        dense = state.get(MOMENTUM.name)
         assert exchange.live is not None
         for span, replies, residual in exchange.slices():
             blocks = slice(span.first, span.first + span.count)
             state.backend.run(ZeroOneFull(
                 span, Parameters(state.parameters, state.part("master", span)),
-                Gradients(state.gradients, hyper, flags), span.of(state[VARIANCE.name]), replies, residual,
+                Gradients(state.gradients, hyper, flags), span.of(state[VARIANCE.name]),
+                replies if dense is None else span.of(dense), residual,
                 local_steps.floors_of(state), span.of_bits(exchange.live), sums[blocks], counts[blocks],
             ))  # fmt: skip
         exchange.clear_replies(flags)
@@ -220,12 +222,15 @@ class ZeroOne(Adam):
         values = (self.schedule.kappa, self.schedule.last, *local)
         return {name: "none" if value is None else value for name, value in zip(_SETTINGS, values, strict=True)}
 
-    def where_momentum_goes(
-        self, state: FlatState, step: int, beta1s: Sequence[float]
-    ) -> tuple[Field, Sequence[float]]:
-        if self.kind(step) in ("local", "sync"):
-            return local_steps.OWN_MOMENTUM, state[local_steps.FACTOR.name].tolist()
-        return super().where_momentum_goes(state, step, beta1s)
+    def last_momentum(self, state: FlatState, reducer: MomentumReducer) -> list[Tensor]:
+        m = super().last_momentum(state, reducer)
+        factors = state.get(local_steps.FACTOR.name)
+        return m if factors is None else [each * factor for each, factor in zip(m, factors, strict=True)]
+
+    def start_from_momentum(self, state: FlatState, reducer: MomentumReducer) -> None:
+        own, m = state[local_steps.OWN_MOMENTUM.name], state[MOMENTUM.name]
+        own.copy_(torch.where(self.live(state), m, 0))
+        reducer.momentum_is_own = True
 
     def check_saved_settings(self, saved: Mapping[str, Any], steps: int) -> None:
         """What decides of coming steps alone may differ."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from onebit.checkpoint import restore
+from onebit.checkpoint import restore, schema
 from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.waits import counted
 from onebit.kernels.streams import capturing
@@ -45,14 +45,19 @@ from onebit.optim.setup import RankFinder, Setup
 from onebit.optim.snapshot import Snapshot
 from onebit.optim.steps import STEPS, Step, kind_of_step
 from onebit.optimizers.progress import Progress
-from onebit.optimizers.shown_state import Room, ShownState
+from onebit.optimizers.shown_state import ShownState
 from onebit.parallel.overlap import Overlap
 from onebit.parallel.start_checks import start
 from onebit.parallel.watch import Watch
 from onebit.report.pay_off import PayOff
 from onebit.report.skips import warnings_of_skips
+from onebit.warning import warn
 
 _ENDING = "comparing how many steps ranks have taken (all-gather)"
+_NOT_MERGED = (
+    "state_dict: what compression has left out is another on every rank, and not in this state: a run that loads it "
+    "loses that. Call optimizer.synchronize() on every rank first, or save with onebit.save. This is said once"
+)
 
 
 class StepListener(Protocol):
@@ -103,7 +108,7 @@ class OneBitOptimizer(Progress):
     ) -> None:
         ranks = options.pop("process_group", None), options.pop("node_group", "auto")
         chosen = Options.of(options, self.without_options)
-        self._built, self._held = False, dict[Tensor, Tensor]()
+        self._built, self._has_warned, self._held = False, False, dict[Tensor, Tensor]()
         self.begun = False  # whether the kind of the coming step is decided
         self.coming: Step | None = None  # that step, until it has ended
         super().__init__(params, {**defaults, COMPRESS: True})
@@ -165,23 +170,42 @@ class OneBitOptimizer(Progress):
 
     @eager
     def synchronize(self) -> None:
-        """After local steps, all ranks have the same parameters at once, and not only when the schedule says so: at the
-        end of a run, or to save it. A collective call; nothing happens where they have."""
-        self.current.check_own_parameters("synchronize")
+        """Make one state of those of all ranks, and go on from it: before `state_dict()`, or at the end of a run.
+
+        A collective call: every rank calls it after the same step. In stage 2 what compression has left out becomes its
+        mean over ranks, 4 bytes an element each way (2 with a gradient_dtype of 16 bits); after local steps all ranks
+        have the same parameters at once, and not only when the schedule says so. In stage 1 nothing happens.
+        """
+        self.check_synchronize()
+        if not self.compressing or (self.current.merged and self.synchronized):
+            return
+        own = int(self.current.stages.counts.sum())
+        taken = all_gather_json(self.setup.topology.everyone, self.setup.device, own, _ENDING)
+        if len(set(taken)) > 1:
+            raise ValueError(
+                f"synchronize: ranks have taken other numbers of steps ({taken}, by rank). Give every rank as many "
+                f"batches as the others (drop_last=True, or the least of all ranks), and call it after the same step"
+            )
         if not self.synchronized:
-            own = int(self.current.stages.counts.sum())
-            taken = all_gather_json(self.setup.topology.everyone, self.setup.device, own, _ENDING)
-            if len(set(taken)) > 1:
-                raise ValueError(
-                    f"synchronize: ranks have taken other numbers of steps ({taken}, by rank). Give every rank as many "
-                    f"batches as the others (drop_last=True, or the least of all ranks)"
-                )
-            self.coming = None  # the exchange is of no step
-            hyper = self.gradients.write_hyper(self.setup, self.current)
-            bound = self.gradients.were_checked(self.current.states)
-            self.current.synchronize(hyper, bound, keep=self.setup.options.elastic)
-            if self.giver is not None:
-                self.giver.parameters_changed()
+            self.end_local_steps()
+        self.catch_up()
+        self.current.merge(self.setup)
+        self.begun = False  # the coming step finds another momentum
+
+    def check_synchronize(self) -> None:
+        """A ValueError where this rank can't synchronize."""
+        self.overlap.check_at_rest("synchronize")
+        self.current.check_own_parameters("synchronize")
+        self.current.check_whole("synchronize")
+
+    def end_local_steps(self) -> None:
+        """The exchange after local steps, of no step."""
+        self.coming = None
+        hyper = self.gradients.write_hyper(self.setup, self.current)
+        bound = self.gradients.were_checked(self.current.states)
+        self.current.synchronize(hyper, bound, keep=self.setup.options.elastic)
+        if self.giver is not None:
+            self.giver.parameters_changed()
 
     def at_last_sync(self) -> AbstractContextManager[None]:
         """A context in which the model has the parameters that all ranks had after the last exchange: to evaluate or to
@@ -194,7 +218,6 @@ class OneBitOptimizer(Progress):
         self.current.check_own_parameters("a step")
         if self.follower is not None:
             raise ValueError("a step on a process that follows a run (onebit.follow): call onebit.reform first")
-        self.shown_state.check_loaded()
         check_groups(self.param_groups, self.defaults.keys())
         self.catch_up()
         self.current.check_whole("a step")
@@ -212,8 +235,10 @@ class OneBitOptimizer(Progress):
         if current.parts and not self.begun and current.stages.freeze_is_due:
             self.after_step += current.freeze(self.setup)
             self.install(current)
-        step = STEPS[kind_of_step(self.setup, current)](self.setup, current, self.gradients)
-        self.coming = step
+        kind = kind_of_step(self.setup, current)
+        if not self.begun:
+            current.use_momentum(self.setup, kind)
+        self.coming = step = STEPS[kind](self.setup, current, self.gradients)
         if current.parts and not self.begun:
             self.overlap.prepare(step)
         self.begun = True
@@ -249,26 +274,26 @@ class OneBitOptimizer(Progress):
             return
         if (device := self.new_device) is not None:
             setup = self._setup_on(device)
-            self._move_to(setup, Snapshot.of(setup), self.shown_state.room)
+            self._move_to(setup, Snapshot.of(setup))
 
     def _setup_on(self, device: torch.device) -> Setup:
         return replace(self.setup, device=device, held={p: mask.to(device) for p, mask in self._held.items()})
 
-    def _move_to(self, setup: Setup, snapshot: Snapshot, room: Room | None = None) -> None:
+    def _move_to(self, setup: Setup, snapshot: Snapshot) -> None:
         self.rank_finder.device, self.setup, self._held = setup.device, setup, setup.held
         self.gradients, self.pay_off = Gradients(setup.device), PayOff(setup.device)
-        self.install(snapshot, room)
+        self.install(snapshot)
 
-    def install(self, snapshot: Snapshot, room: Room | None = None) -> None:
+    def install(self, snapshot: Snapshot) -> None:
         """Go on from `snapshot`, and show it in `optimizer.state`; with the key that a state has in the first param
-        group, since tools look for what they find. room: what is shown and saved until the next load."""
+        group, since tools look for what they find."""
         if snapshot is not self.__dict__.get("current"):
             self.current, self.begun, self.coming = snapshot, False, None
             self.gradients.reset()
             self.leave_out_buckets(False)
-        self.shown_state = ShownState(self.setup, snapshot, room)
+        self.shown_state = ShownState(self.setup, snapshot)
         self.state = self.shown_state.state
-        self.param_groups[0][PROGRESS] = {}
+        self.param_groups[0][PROGRESS] = ""
 
     def catch_up(self) -> None:
         """Take over what users have put into `optimizer.state`, and what the host has to know of the last step."""
@@ -276,8 +301,8 @@ class OneBitOptimizer(Progress):
         if adopted is not self.current:
             self.overlap.check_at_rest("changing optimizer.state")
             self.install(adopted)
-        if not capturing(self.setup.device) and self.current.read_last_step(self.setup):
-            self.install(self.current, self.shown_state.room)
+        if not capturing(self.setup.device):
+            self.current.read_last_step(self.setup)
 
     @eager
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -349,26 +374,31 @@ class OneBitOptimizer(Progress):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: what all ranks share and, in stage 2, this rank's residuals under names of its own.
+        """The state, without communication: the same on every rank after `synchronize()`, of which any rank's will do.
 
-        Save it on every rank (torch.save a file each, or torch.distributed.checkpoint).
+        Without a `synchronize()` since the last compressed step it lacks what compression has left out, with a warning.
+        One process alone needs none.
         """
         self.overlap.check_at_rest("state_dict")
         self.current.check_synchronized()
         self.catch_up()
-        saved, numbers = self.shown_state.saved(self.setup, self.current)
-        shown, self.state = self.state, defaultdict(dict, saved)
-        self.param_groups[0][PROGRESS] = numbers
+        if self.compressing and not self.current.merged:
+            if self.setup.topology.everyone.size == 1:
+                self.synchronize()
+            elif not self._has_warned:
+                self._has_warned = True
+                warn(_NOT_MERGED)
+        shown, self.state = self.state, defaultdict(dict, schema.save(self.setup, self.current))
+        self.param_groups[0][PROGRESS] = schema.as_text(schema.progress(self.setup, self.current))
         try:
             return super().state_dict()
         finally:
-            self.state, self.param_groups[0][PROGRESS] = shown, {}
+            self.state, self.param_groups[0][PROGRESS] = shown, ""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state: this class's or torch.optim.AdamW's. Load on every rank.
+        """Continue from a saved state: this class's or torch.optim.AdamW's. Load the same on every rank, of any number.
 
-        The same number of ranks continues bit for bit. With another number give the states of all ranks, put together
-        by `onebit.merge_states`: the mean of their residuals is kept.
+        The run continues bit for bit on as many ranks as there were when `synchronize()` was called before the save.
         """
         self.prepare_load(state_dict)()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -16,31 +15,14 @@ from onebit.checkpoint import restore, schema
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
 
-Room = tuple[dict[Tensor, dict[str, Tensor]], dict[str, Any]]
-"""See `onebit.make_room`: what is shown in the place of a run's own state until the next load, and its numbers."""
-
 
 class ShownState:
     """The tensors themselves are compared: writing into one of them is no change, another in its place is."""
 
-    def __init__(self, setup: Setup, current: Snapshot, room: Room | None = None) -> None:
-        self.room = room
-        self.state = defaultdict(dict, schema.live(setup, current) if room is None else room[0])
+    def __init__(self, setup: Setup, current: Snapshot) -> None:
+        self.state = defaultdict(dict, schema.live(setup, current))
         self._shown = {p: dict(own) for p, own in self.state.items()}
         self._names, self._values = list(chain.from_iterable(self._shown.values())), list(_values(self._shown))
-
-    def check_loaded(self) -> None:
-        if self.room is not None:
-            raise ValueError(
-                "a step after make_room, and before a load: load the state that it made room for, or build a new "
-                "optimizer"
-            )
-
-    def saved(self, setup: Setup, current: Snapshot) -> tuple[dict[Tensor, dict[str, Any]], dict[str, Any]]:
-        """What `state_dict` has of every parameter, and how far the run has come."""
-        if self.room is None:
-            return schema.save(setup, current), schema.progress(setup, current)
-        return {p: dict(own) for p, own in self.room[0].items()}, deepcopy(self.room[1])
 
     def is_in(self, state: Mapping[Any, Any]) -> bool:
         """What every step asks. The order is that of what was shown: hashing tensors would take ten times as long."""
@@ -56,7 +38,7 @@ class ShownState:
     def adopted(self, setup: Setup, current: Snapshot, state: Mapping[Any, Any]) -> Snapshot:
         """Where a run goes on from with `state`: `current`, unless a user has changed it. What was cleared starts
         anew."""
-        if self.room is not None or self.is_in(state) or not (changed := self._changed(state)):
+        if self.is_in(state) or not (changed := self._changed(state)):
             return current
         if not any(state.values()):
             return Snapshot.of(setup)  # as if no step had been taken

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.checkpoint.restore import clear_residuals
 from onebit.collectives.agreement import agree, agree_on_values, checksums
 from onebit.collectives.exchange import facts
 from onebit.collectives.transport.protocol import all_gather_values
@@ -38,8 +37,6 @@ def start(setup: Setup, current: Snapshot, *, averaged_in_backward: bool) -> lis
     current.ranks_agree = True
     if first and setup.topology.everyone.rank == 0:
         due.append(stages.warn_of_short_runs)
-    for part in current.parts:
-        part.fold_momentum_again = None
     return due
 
 
@@ -63,7 +60,6 @@ def _agree(setup: Setup, current: Snapshot, averaged_in_backward: bool) -> list[
         failed = error
     others = "the replicas of another part of the parameters do not agree: their error says in what"
     setup.topology.raise_together(failed, setup.device, others)
-    _agree_on_residuals(setup, current)
     current.ddp_averages = not averaged_in_backward and _all_have_the_same_gradients(setup, current)
     return [partial(warn, _BY_DDP)] if current.ddp_averages and transport.rank == 0 else []
 
@@ -93,15 +89,6 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
         "steps": current.stages.steps,
         "stage": 1 + current.stages.compressing,
     }
-
-
-def _agree_on_residuals(setup: Setup, current: Snapshot) -> None:
-    """Where one rank's checkpoint had none, all start from zero: the mean residual is that of all or of none."""
-    missing = torch.tensor([int(current.residuals_missing)], dtype=torch.int32, device=setup.device)
-    setup.topology.copies.all_max(missing, "comparing what the ranks have loaded (all-reduce of one number)")
-    if int(missing) and not current.residuals_missing:
-        clear_residuals(current)
-    current.residuals_missing = False
 
 
 def _all_have_the_same_gradients(setup: Setup, current: Snapshot) -> bool:
