@@ -253,24 +253,25 @@ class AdamUpdate(Pass, name="adam_update", moves=lambda of: of.replies + 4 + of.
 
 @dataclass(eq=False)
 class ZeroOneFull(
-    Pass, name="zero_one_full", adds_up=True, moves=lambda of: of.itemsize + of.replies + 4 * 4 + BIT + of.parameter
+    Pass, name="zero_one_full", adds_up=True, moves=lambda of: of.itemsize + of.momentum + 4 * 4 + BIT + of.parameter
 ):
-    """m = beta1 m + (1 - beta1) g' with m = decode(replies);  v = beta2 v + (1 - beta2) g'^2;
+    """m = beta1 m + (1 - beta1) g' with m = decode(momentum), or `momentum` itself;  v = beta2 v + (1 - beta2) g'^2;
     x = x - lr (mhat / (u + eps) + wd x) with u as in Floors;
     e = e + beta1 m;  live = v != 0;  sums[b], counts[b]: the sum of v over block b, and how many are not 0.
 
     A full-precision step between compressed ones: 0/1 Adam (Lu et al. 2023), Algorithm 1, with m folded into the
-    residual, as at the freeze. `replies` are read whether they carry a flag or not. `residual` is None where the
-    span is another rank's slice. An element that had v = 0 and has no root_at_zero had no m and no e; one with
-    u = 0 does not move. `live`, uint8 [elements / 8], is written, as are sums and counts, fp32 [blocks].
+    residual, as at the freeze. `momentum` is only read: messages, whether they carry a flag or not, or fp32
+    [elements]. `residual` is None where the span is another rank's slice. An element that had v = 0 and has no
+    root_at_zero had no m and no e; one with u = 0 does not move. `live`, uint8 [elements / 8], is written, as are
+    sums and counts, fp32 [blocks].
 
-    Bytes: reads g 4, m 1/8, v 4, e 4, x 4; writes v 4, e 4, x 4, live 1/8. 28.25.
+    Bytes: reads g 4, m 1/8, v 4, e 4, x 4; writes v 4, e 4, x 4, live 1/8. 28.25. A dense m is 4: 32.125.
     """
 
     x: Parameters
     g: Gradients
     exp_avg_sq: Tensor
-    replies: Messages
+    momentum: Tensor | Messages
     residual: Residual | None
     floors: Floors
     live: Tensor

@@ -42,7 +42,7 @@ def moved(x, by, u, h):
 
 @Loop
 def _full(
-    run: Run, x: Parameters, g: Gradients, exp_avg_sq, replies: Messages, residual: Residual, floors: Floors, live,
+    run: Run, x: Parameters, g: Gradients, exp_avg_sq, momentum: Messages, residual: Residual, floors: Floors, live,
     sums, counts,
 ):  # fmt: skip
     if int_at(g.flags) != 0:
@@ -51,10 +51,12 @@ def _full(
         its = tiles.locate(run, block)
         h, its_floors = tiles.hyper_of(g.hyper, its), floors_of(floors, its.parameter)
         v_at, bits = exp_avg_sq + 4 * its.start, live + its.start // 8
-        g_at, m_at = tiles.gradient_at(g, its, tiles.room(run, 0)), tiles.room(run, 2)
+        g_at, m_at = tiles.gradient_at(g, its, tiles.room(run, 0)), momentum.address + 4 * its.start
         x_at, e_at = tiles.parameter_at(x, its, tiles.room(run, 1)), tiles.part(residual.value, 4 * its.start)
         n, last = tiles.up(its.valid), tiles.value_of(residual.scale, its.shard, ZERO)
-        tiles.unpack(tiles.find(replies, its), replies, n, m_at, 0)
+        if momentum.copies > 0:
+            m_at = tiles.room(run, 2)
+            tiles.unpack(tiles.find(momentum, its), momentum, n, m_at, 0)
         summed, count = splat(ZERO), 0
         for i in range(0, n, WIDTH):
             those, old_v, old_x = tiles.counting(i, its.valid), load(v_at + 4 * i), load(x_at + 4 * i)

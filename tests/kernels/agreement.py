@@ -45,6 +45,11 @@ def flag_last_reply(world: World) -> None:
     world.replies.flags[-1] = 1
 
 
+def make_momentum_dense(world: World) -> None:
+    """Whatever the case has."""
+    world.momentum = world.flat(world.m)
+
+
 NOT_FINITE = "scan, not finite"
 # With less than they can be given, what few ask for, and what stops a step.
 OTHERWISE = {
@@ -56,6 +61,7 @@ OTHERWISE = {
     "adam_update, flagged": Otherwise(prepare=flag_last_reply),
     "lamb_statistics, denominator": Otherwise({"ratio": "denominator"}),
     "zero_one_full, no residual": Otherwise({"residual": None}),
+    "zero_one_full, dense momentum": Otherwise(prepare=make_momentum_dense),
     "zero_one_update, no clip": Otherwise({"clip": None}),
     "zero_one_local, no residual": Otherwise({"residual": None, "squares": None, "clip": None}),
     "zero_one_sync, no clip": Otherwise({"clip": None}),

@@ -35,13 +35,15 @@ STREAMS = {
     "step_squares_kernel": ([], []),
     "step_limit_kernel": ([], []),
 }
+DENSE = "fp32, tensor scale, l2, dense momentum"
 ON_MESSAGES = {"compress_kernel", "average_kernel", "decode_kernel", "lamb_statistics_kernel"}
 VARIANTS = {
     "fp32": set(STREAMS),
     "fp32, tensor scale, masked, scaled": ON_MESSAGES,
     "fp32, messages of 2 ranks": ON_MESSAGES,
+    DENSE: {"zero_one_full_kernel"},
 }
-WIDE = ("fp32", "fp32, tensor scale, masked, scaled")  # others unpack what they read
+WIDE = ("fp32", "fp32, tensor scale, masked, scaled", DENSE)  # others unpack what they read
 CODE = f"""
 import json
 from onebit.kernels.gpu import aot
@@ -80,6 +82,7 @@ def test_kernels_compile_without_spills_and_every_fp32_stream_moves_16_bytes_an_
         assert row["spilled"] == 0, row
         if row["variant"] in WIDE:
             loads, stores = STREAMS[row["kernel"]]
+            loads = [*loads, "m"] if row["variant"] == DENSE else loads
             accesses = BLOCK // (128 * row["warps"])
             assert (row["loads"], row["stores"]) == (len(loads) * accesses, len(stores) * accesses), row
 

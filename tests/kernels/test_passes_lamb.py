@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from onebit.kernels.data.wire import NONFINITE, Messages
+from onebit.kernels.data.wire import NONFINITE
 from tests import oracle
 from tests.kernels.cases import ELEMENTWISE, F32, GRID, MASKED, ON_BACKENDS, Case
 from tests.kernels.compare import assert_all_close, assert_close, frozen_bits, numpy, rounded
@@ -52,8 +52,8 @@ def expected_statistics(world: World, ratio: str, v: oracle.Arrays, r: np.ndarra
         v_d = np.maximum(1 / (np.where(d > 0, d, 1) * gamma) - h.eps, 0) ** 2
         frozen.append(np.where(live & (d > 0), v_d, 0.0))
     frozen = oracle.LambFrozen(world.d64, frozen, numpy(world.state.average), np.ones(len(v)))
-    previous = world.replied(world.momentum) if isinstance(world.momentum, Messages) else world.m
-    m, previous = ([m / gamma for m, gamma in zip(of, world.gamma, strict=True)] for of in (world.replied(), previous))
+    momenta = world.replied(), world.last_momentum()
+    m, previous = ([m / gamma for m, gamma in zip(of, world.gamma, strict=True)] for of in momenta)
     _, v, r = oracle.onebit_lamb_update(world.x, m, previous, v, r, frozen, world.hypers, ratio)
     return v, r
 

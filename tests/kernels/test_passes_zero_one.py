@@ -27,15 +27,15 @@ def zero_scales(world: World) -> None:
             residual.scale.zero_()
 
 
-@GRID
-def test_a_full_step_agrees_with_float64(case):
-    world = World(case, zeros=True)
+def check_full_step(world: World) -> None:
+    """Run it, and compare with float64."""
+    last_m = world.last_momentum()
     had = [(v != 0) | (z != 0) for v, z in zip(world.v, world.root_at_zero64, strict=True)]
     before = [np.where(on, e, 0.0) for on, e in zip(had, world.left_out(), strict=True)]
     world.run("zero_one_full")
     zero_scales(world)
     ms, v = [], []
-    for p, (m, on, h) in enumerate(zip(world.replied(), had, world.hypers, strict=True)):
+    for p, (m, on, h) in enumerate(zip(last_m, had, world.hypers, strict=True)):
         g = oracle.gradient(world.scaled_g[p], m)
         ms.append(h.beta1 * np.where(on, m, 0.0) + (1 - h.beta1) * g)
         v.append(h.beta2 * world.v[p] + (1 - h.beta2) * g**2)
@@ -46,7 +46,29 @@ def test_a_full_step_agrees_with_float64(case):
     flat = world.plan.flatten(v)
     world.check_sums(world.sums, flat)
     assert numpy(world.counts).tolist() == [np.count_nonzero(block) for block in world.plan.of_blocks(flat)]
-    assert np.array_equal(np.unpackbits(world.written_live.numpy(), bitorder="little") != 0, flat != 0)
+    assert np.array_equal(np.unpackbits(world.written_live.cpu().numpy(), bitorder="little") != 0, flat != 0)
+
+
+@GRID
+def test_a_full_step_agrees_with_float64(case):
+    """Its momentum is messages, or dense."""
+    check_full_step(World(case, zeros=True))
+
+
+@ON_BACKENDS
+@GRID
+def test_a_dense_momentum_gives_a_full_step_the_bits_that_its_messages_do(name, case):
+    packed, dense = World(case, name, zeros=True), World(case, name, zeros=True)
+    decoded = [torch.full((n,), float("nan"), device=packed.device) for n in case.numels]
+    packed.run("decode", out=Pointers.to(packed.layout, decoded))
+    packed.momentum, dense.momentum = packed.replies, dense.flat([numpy(m) for m in decoded])
+    unread = frozen_bits(dense.momentum, dense.grads)
+    for world in (packed, dense):
+        check_full_step(world)
+    assert frozen_bits(dense.momentum, dense.grads) == unread
+    written = ("params", "master", "exp_avg_sq", "residuals", "written_live", "sums", "counts")
+    found = [[frozen_bits(getattr(world, each)) for each in written] for world in (packed, dense)]
+    assert found[0] == found[1]
 
 
 @GRID
@@ -119,12 +141,12 @@ def test_a_sync_agrees_with_float64(case):
 
 
 @ON_BACKENDS
-def test_a_full_step_reads_replies_that_carry_a_flag(name):
+def test_a_full_step_reads_messages_that_carry_a_flag(name):
     """They hold the momentum of the last step that was taken."""
     found = []
     for flag in (0, NONFINITE):
-        world = World(Case((64, 64), ranks=2), name)
-        world.replies.flags[0] = flag
+        world = World(Case((64, 64), ranks=2, momentum="packed"), name)
+        world.momentum.flags[0] = flag
         world.run("zero_one_full")
         found.append([x.tolist() for x in world.moved()])
     assert found[0] == found[1]
@@ -134,7 +156,7 @@ def test_a_full_step_reads_replies_that_carry_a_flag(name):
 @SCALES
 @pytest.mark.parametrize("each", ["zero_one_full", "zero_one_local"])
 def test_a_slice_of_another_rank_has_no_residual(name, each, scale):
-    case = Case((130, 60), ranks=2, chunks=2, scale=scale, missing=(1,))
+    case = Case((130, 60), ranks=2, chunks=2, scale=scale, momentum="packed", missing=(1,))
     without, with_it = World(case, name), World(case, name)
     without.residuals = [None, None]
     for world in (without, with_it):

@@ -21,6 +21,7 @@ FP16 = [
     ("scan", {}, 2), ("compress", {}, 10.25), ("compress", {"packed": False}, 2 + 4 + 4 + 4 + 1 / 8),
     ("adam_update", {}, 14.125), ("adam_update", {"master": False}, 1 / 8 + 4 + 2 + 2), ("adam_warmup", {}, 28),
     ("lamb_warmup", {}, 40), ("lamb_statistics", {"packed": False}, 1 / 8 + 4 + 12), ("decode", {}, 2.125),
+    ("zero_one_full", {}, 28.25), ("zero_one_full", {"packed": False}, 2 + 4 + 8 + 8 + 1 / 8 + 8 + 2),
     ("zero_one_local", {}, 2 + 4 + 8 + 8 + 8 + 2), ("zero_one_local", {"master": False}, 2 + 8 + 8 + 8),
     ("zero_one_sync", {}, 1 / 8 + 4 + 8 + 4 + 4 + 2), ("zero_one_sync", {"master": False}, 1 / 8 + 8 + 4 + 4 + 2),
     ("compress", {"masked": True}, 10.25 + 1 / 8), ("average", {"masked": True}, 8 / 8 + 8.125 + 1 / 8),

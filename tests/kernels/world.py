@@ -290,8 +290,8 @@ class World(Inputs):
                 return None
             case _, "gamma":
                 return self.per_parameter(self.gamma) if self.masked else None
-            case "lamb_statistics", "previous" if not isinstance(self.momentum, Messages):
-                return self.exp_avg
+            case ("lamb_statistics", "previous") | ("zero_one_full", "momentum") if self.momentum is None:
+                return self.exp_avg[c.part]
         if of in OPTIONS:
             return OPTIONS[of]
         if of in PER_PARAMETER:
@@ -325,6 +325,12 @@ class World(Inputs):
     def replied(self, messages: Messages | None = None) -> oracle.Arrays:
         """What the replies, or other messages of all shards, stand for."""
         return self.plan.unflatten(values_of(messages or self.replies, self.plan))
+
+    def last_momentum(self) -> oracle.Arrays:
+        """What lamb_statistics and zero_one_full get as the momentum of the step before."""
+        if isinstance(self.momentum, Messages):
+            return self.replied(self.momentum)
+        return self.unpadded(self.exp_avg if self.momentum is None else self.momentum)
 
     def left_out(self) -> oracle.Arrays:
         """e of the residuals of all chunks."""
