@@ -53,9 +53,9 @@ def counted(into: Waits) -> Iterator[None]:
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
     waits: Waits | None = getattr(_thread, "waits", None)
-    if waits is None or capturing(device):
+    if waits is None or (device.type == "cuda" and capturing(device)):
         yield
-    elif streams.has_streams(device):
+    elif device.type == "cuda":
         before = streams.mark(device, timing=True)
         yield
         waits.events.append((before, streams.mark(device, timing=True)))

@@ -41,7 +41,7 @@ from torch import Tensor
 from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.record import Record, fields_of
+from onebit.kernels.data.record import Record
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 
@@ -138,7 +138,10 @@ class Pass:
 
     def arguments(self) -> dict[str, Any]:
         """What kernels read of the fields, and of the span."""
-        found = fields_of(self)
+        found = vars(self).copy()
+        for name, value in vars(self).items():
+            if isinstance(value, Record):
+                found |= value.arguments(name)
         for each in found.values():
             if isinstance(each, Tensor):
                 found.update(self.span.arguments(each.device))

@@ -17,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -265,15 +266,16 @@ class TorchTransport:
     def _receive(self, out: Tensor, tag: int, phase: str) -> list[Any]:
         """Row k of `out` from rank k."""
         with collective_errors(phase, self.name):
-            return [dist.irecv(out[k], self.members[k], self.group, tag) for k in self._others()]
+            return [dist.irecv(out[k], self.members[k], self.group, tag) for k in self._others]
 
     def _exchange(self, out: Tensor, rows: list[Tensor], receives: list[Any], tag: int, phase: str) -> Work:
         """Row k of `rows` to rank k."""
         out[self.rank].copy_(rows[self.rank])
         with collective_errors(phase, self.name):
-            sends = [dist.isend(rows[k], self.members[k], self.group, tag) for k in self._others()]
+            sends = [dist.isend(rows[k], self.members[k], self.group, tag) for k in self._others]
         return TorchWork([*receives, *sends], phase, self.name, rows, out, out)
 
+    @cached_property
     def _others(self) -> list[int]:
         """The next rank first: no two ranks begin with the same one."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]

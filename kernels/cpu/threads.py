@@ -26,6 +26,7 @@ OF_A_PASS = (tiles.Parameters, tiles.Gradients, tiles.Floors)  # whose fields ar
 LEAST = 2**16  # elements for which a thread is worth waking
 _LANES_BYTES = 64
 _PLAIN = (int, float)
+_NUMBERS: dict[Any, int] = {None: 0, False: 0, True: 1, **tiles.TYPES}  # of what is neither a number nor a tensor
 _pool: ThreadPoolExecutor | None = None
 _workers = 0
 
@@ -37,11 +38,12 @@ def over_blocks(loop: Loop, span: Span, found: Mapping[str, Any], scratch_blocks
     parts, block_size = max(1, min(torch.get_num_threads(), span.elements // LEAST)), span.layout.block_size
     size = scratch_blocks * 4 * block_size + max(block_size // 8, _LANES_BYTES)
     scratch = np.empty(parts * size, dtype=np.uint8)
-    cuts = [span.count * i // parts for i in range(parts + 1)]
     whole, *arguments = numbers(loop, found)
-    runs = [
-        (tiles.Run(cuts[i], cuts[i + 1], scratch.ctypes.data + i * size, *whole[3:]), *arguments) for i in range(parts)
-    ]
+    runs, first = [], 0
+    for i in range(parts):
+        stop = span.count * (i + 1) // parts
+        runs.append((tiles.Run(first, stop, scratch.ctypes.data + i * size, *whole[3:]), *arguments))
+        first = stop
     waiting: list[Future[None]] = []
     try:
         for run in runs[1:]:
@@ -63,12 +65,14 @@ def numbers(loop: Loop, found: Mapping[str, Any]) -> list[Any]:
     """What the parameters of a loop get: the arguments of the same names; one that is a tuple, those of its fields. A
     tensor is passed as its address, and None as 0. A run is all blocks, without scratch memory."""
     names, taken = _taken_by(loop)
-    given = [found[name] if name in found else argument(found, name) for name in names]
-    values = [
-        value if type(value) in _PLAIN else value.data_ptr() if isinstance(value, Tensor) else _number(value)
-        for value in given
-    ]
-    made, start = [], 0
+    values = list[Any]()
+    for name in names:
+        value = found[name] if name in found else argument(found, name)
+        if isinstance(value, Tensor):
+            values.append(value.data_ptr())
+        else:
+            values.append(value if type(value) in _PLAIN else _NUMBERS.get(value, value))
+    made, start = list[Any](), 0
     for kind, count in taken:
         own, start = values[start : start + count], start + count
         if kind is tiles.Run:
@@ -92,13 +96,6 @@ def _taken_by(loop: Loop) -> tuple[list[str], list[tuple[Any, int]]]:
         names += own
         taken.append((kind, len(own)))
     return names, taken
-
-
-def _number(value: Any) -> Any:
-    """What is neither a plain number nor a tensor."""
-    if isinstance(value, torch.dtype):
-        return tiles.TYPES[value]
-    return int(value or 0) if value is None or isinstance(value, bool) else value
 
 
 def _submitted(loop: Loop, run: tuple[Any, ...], workers: int, memory: Any) -> Future[None]:

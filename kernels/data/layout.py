@@ -120,7 +120,7 @@ class Layout:
         self._sizes: list[int] = self.numel.tolist()
         self._groups: list[int] = self.group.tolist()
         self._tables: dict[torch.device, BlockTable] = {}
-        self._arguments: dict[tuple[int, int, torch.device], dict[str, Any]] = {}
+        self.arguments: dict[tuple[int, int, torch.device], dict[str, Any]] = {}  # of spans, as far as made
 
     def _lengths(self) -> tuple[int, npt.NDArray[np.int64]]:
         """How many blocks there are, and of each how many elements it has room for."""
@@ -211,30 +211,32 @@ class Layout:
             self._tables[device] = BlockTable(table.to(device), parameters.to(device), first_blocks.to(device))
         return self._tables[device]
 
-    def arguments(self, first: int, count: int, device: torch.device) -> dict[str, Any]:
+    def make_arguments(self, first: int, count: int, device: torch.device) -> dict[str, Any]:
         """What kernels read of the blocks of a span, by name."""
-        key = (first, count, device)
-        if key not in self._arguments:
-            table = self.table(device)
-            self._arguments[key] = {
-                "block_table": table.blocks,
-                "parameter_table": table.parameters,
-                "first_blocks": table.first_blocks,
-                "parameters": self.parameters,
-                "first_block": first,
-                "first_word": int(self.starts[first]) // WORD,
-                "first_shard": int(self.shard_of_blocks[first]),
-                "blocks": count,
-                "block_size": self.block_size,
-                "tile": 1 << (self.block_size - 1).bit_length(),  # the next power of 2
-            }
-        return self._arguments[key]
+        table = self.table(device)
+        made = self.arguments[first, count, device] = {
+            "block_table": table.blocks,
+            "parameter_table": table.parameters,
+            "first_blocks": table.first_blocks,
+            "parameters": self.parameters,
+            "first_block": first,
+            "first_word": int(self.starts[first]) // WORD,
+            "first_shard": int(self.shard_of_blocks[first]),
+            "blocks": count,
+            "block_size": self.block_size,
+            "tile": 1 << (self.block_size - 1).bit_length(),  # the next power of 2
+        }
+        return made
 
     @cached_property
     def shard_of_blocks(self) -> npt.NDArray[np.int64]:
         return np.searchsorted(self.shards, np.arange(self.blocks), side="right") - 1
 
     def all(self) -> Span:
+        return self._whole
+
+    @cached_property
+    def _whole(self) -> Span:
         return Span(self, 0, self.blocks)
 
     def chunk(self, index: int) -> Span:
@@ -270,12 +272,12 @@ class Span:
     first: int
     count: int
 
-    @property
+    @cached_property
     def start(self) -> int:
         """Its first element in the flat space."""
         return int(self.layout.starts[self.first])
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return int(self.layout.starts[self.first + self.count]) - self.start
 
@@ -284,8 +286,9 @@ class Span:
         return int(self.layout.shard_of_blocks[self.first])
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """What kernels read, by name."""
-        return self.layout.arguments(self.first, self.count, device)
+        """What kernels read of these blocks, by name."""
+        found = self.layout.arguments.get((self.first, self.count, device))
+        return self.layout.make_arguments(self.first, self.count, device) if found is None else found
 
     def shards(self) -> list[Span]:
         """Those that it consists of."""

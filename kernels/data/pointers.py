@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.record import Record
 from onebit.kernels.data.upload import Upload
 
+_IS_THERE = partial(is_not, None)
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -66,7 +70,7 @@ class Pointers(Record):
 
     def bind_tensors(self, tensors: Sequence[Tensor | None]) -> None:
         """Point to `tensors`, one a parameter of the layout."""
-        if len(tensors) != self.layout.parameters:
+        if len(tensors) != len(self._numels):
             raise ValueError(
                 f"got {len(tensors)} {self.what}s for a layout of {self.layout.parameters} parameters: pass one "
                 f"for each, None where there is none"
@@ -83,19 +87,19 @@ class Pointers(Record):
 
     def release(self) -> None:
         """Keep no tensor alive; the addresses stay, and `bind_tensors` is due before the next use."""
-        self.tensors = [None] * self.layout.parameters
+        self.tensors = [None] * len(self._numels)
 
     def _are_readable(self, tensors: Sequence[Tensor | None]) -> bool:
         """Asked of hundreds of tensors in every step: of all at once, in a third of the time."""
-        there = [t for t in tensors if t is not None]
+        there: list[Tensor] = list(filter(_IS_THERE, tensors))  # type: ignore[arg-type]
         numels = self._numels
         if len(there) < len(tensors):
             numels = [n for n, t in zip(numels, tensors, strict=True) if t is not None]
         return (
             are_contiguous(there)
-            and {t.dtype for t in there} <= {self.dtype}
-            and {t.device for t in there} <= {self.device}
-            and [t.numel() for t in there] == numels
+            and set(map(_DTYPE, there)) <= {self.dtype}
+            and set(map(_DEVICE, there)) <= {self.device}
+            and list(map(Tensor.numel, there)) == numels
         )
 
     def _readable(self, index: int, tensor: Tensor | None) -> Tensor | None:

@@ -12,24 +12,23 @@ class Record:
     """
 
     def arguments(self, name: str) -> dict[str, Any]:
-        """What a kernel may read of this record, if it is an argument with that name: the fields."""
-        return fields_of(self)
+        """What a kernel may read of this record, if it is an argument with that name: the fields, by name. A field that
+        is a record itself stands for the arguments of that one."""
+        found = vars(self).copy()
+        for name, value in vars(self).items():
+            if isinstance(value, Record):
+                found |= value.arguments(name)
+        return found
 
 
 class NamedRecord(Record):
     """A record whose fields kernels read under the record's name and their own: residual_value."""
 
     def arguments(self, name: str) -> dict[str, Any]:
-        return {f"{name}_{field}": value for field, value in fields_of(self).items()}
-
-
-def fields_of(record: object) -> dict[str, Any]:
-    """A record's fields, by name. A field that is a record itself stands for the arguments of that one."""
-    found = vars(record).copy()
-    for name, value in vars(record).items():
-        if isinstance(value, Record):
-            found.update(value.arguments(name))
-    return found
+        found = {}
+        for field, value in vars(self).items():
+            found[f"{name}_{field}"] = value
+        return found
 
 
 def argument(found: Mapping[str, Any], name: str) -> Any:

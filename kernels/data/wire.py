@@ -151,7 +151,7 @@ class Messages(Record):
         return {
             name: self.buffer,
             f"{name}_bytes": form.nbytes,
-            f"{name}_rows": self.rows,
+            f"{name}_rows": len(self.buffer),
             f"{name}_copies": self.copies,
             f"{name}_tensor": form.scale == "tensor",
             f"{name}_norm": NORMS[form.norm],

@@ -111,10 +111,12 @@ class FlatState:
         size = self._room_of_slice if field.per == "slice" else self._length(field, self._room)
         self._tensors[field.name] = torch.full((size,), field.initial, dtype=dtype, device=self.device)
         self.fields[field.name] = field
+        self._views.clear()
         return self[field.name]
 
     def remove(self, name: str) -> None:
         del self.fields[name], self._tensors[name]
+        self._views.clear()
 
     def rename(self, name: str, field: Field) -> Tensor:
         """The buffer of `name` becomes that of `field`, at the same place in the order. A field of this rank's slice
@@ -125,6 +127,7 @@ class FlatState:
         self.fields = {(field.name if k == name else k): (field if k == name else f) for k, f in self.fields.items()}
         del self._tensors[name]
         self._tensors[field.name] = kept
+        self._views.clear()
         return self[field.name]
 
     @property
@@ -137,9 +140,13 @@ class FlatState:
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole field, as long as the layout is."""
-        field = self.fields[name]
-        of_slice = field.per == "slice"
-        return self._tensors[name][: _size(self.slice_spans) if of_slice else self._length(field, self.layout.elements)]
+        found = self._views.get(name)
+        if found is None:
+            field = self.fields[name]
+            elements = self.layout.elements
+            size = _size(self.slice_spans) if field.per == "slice" else self._length(field, elements)
+            found = self._views[name] = self._tensors[name][:size]
+        return found
 
     def get(self, name: str) -> Tensor | None:
         return self[name] if name in self.fields else None
@@ -302,6 +309,7 @@ class FlatState:
     def _use(self, layout: Layout) -> None:
         """And make its table now, in this stream: the first pass may run in another, whose memory it would be."""
         self.layout = layout
+        self._views: dict[str, Tensor] = {}  # of fields, as long as the layout is
         layout.table(self.device)
 
 

@@ -52,6 +52,7 @@ class Gradients:
         self._unscale: Tensor | None = None  # 1 / GradScaler's scale, fp32 [1], unless gradients are as they should be
         self._found_inf: Tensor | int | None = None  # by GradScaler, on this rank; the number 0 without any gradient
         self._averaged: dict[str, Versions] = {}  # what, and as it was then
+        self._in_step = self._has_written = False  # whether a step is being taken, and `hyper` has its numbers
 
     def forget_clip(self) -> None:
         """By DDP's hook: another backward pass, whose gradients may be the same tensors, of which DDP's buckets are."""
@@ -64,9 +65,9 @@ class Gradients:
         return self.node_mean
 
     def set_scale(self, scale: Tensor | None, found_inf: Tensor | int | None, setup: Setup, current: Snapshot) -> None:
-        """As GradScaler has them. What backward has averaged in stage 2 over ranks whose scales differ is divided by
-        the mean of them on all."""
-        self._unscale, self._found_inf = None, found_inf
+        """A step begins with what GradScaler has. What backward has averaged in stage 2 over ranks whose scales differ
+        is divided by the mean of them on all."""
+        self._unscale, self._found_inf, self._in_step, self._has_written = None, found_inf, True, False
         if scale is not None:
             scale, copies = scale.detach().to(self.flags.device, torch.float64).view(1), setup.topology.copies
             if self.averaged_in_backward and current.stages.compressing:
@@ -76,6 +77,9 @@ class Gradients:
 
     def write_hyper(self, setup: Setup, current: Snapshot, clipped: bool = True) -> Tensor:
         """Every group's numbers for the coming step, on the device; with what gradients are multiplied by."""
+        if self._has_written and self._clip is None:
+            return self._hyper.values
+        self._has_written = self._in_step and self._clip is None
         step = current.stages.steps + 1 if current.needs_step_number(setup) else 1  # none of the numbers depends on it
         parts = [each for each in (self._unscale, self._clip if clipped else None) if each is not None]
         factor = torch.stack(parts).prod(0) if parts else None
@@ -183,14 +187,13 @@ class HyperTable:
         """`lrs` that are tensors on the device and `factor` stay there: the host reads neither."""
         if len(self.values) != len(hyper_rows):  # a group was added
             self.values = self.values.new_zeros((len(hyper_rows), COLUMNS))
-        rows = [  # a rate that takes the place of one on the device is another number
-            row._replace(lr=-math.inf) if on_device(lr) else row for row, lr in zip(hyper_rows, lrs, strict=True)
-        ]
-        if not self._upload.write(rows, self.values) and self._scaled:
+        there = {i: lr for i, lr in enumerate(lrs) if on_device(lr)}
+        for i in there:  # a rate that takes the place of one on the device is another number
+            hyper_rows[i] = hyper_rows[i]._replace(lr=-math.inf)
+        if not self._upload.write(hyper_rows, self.values) and self._scaled:
             self.values[:, _GRAD_SCALE].fill_(1)
-        for i, lr in enumerate(lrs):
-            if on_device(lr):
-                self.values[i, _LR] = lr.view(())
+        for i, lr in there.items():
+            self.values[i, _LR] = lr.view(())
         if factor is not None:
             self.values[:, _GRAD_SCALE] = factor
         self._scaled = factor is not None

@@ -68,7 +68,9 @@ def clear_fields(state: FlatState) -> None:
 
 
 def clear_gradients(states: Iterable[FlatState]) -> None:
-    for state in (state for state in states if state.held_indices):
+    for state in states:
+        if not state.held_indices:
+            continue
         for held, grad in zip(state.held, state.gradients_now(), strict=True):
             if held is not None and grad is not None:
                 grad.masked_fill_(held, 0)
@@ -84,12 +86,18 @@ def without(state: FlatState, grads: Sequence[Tensor | None]) -> list[Tensor | N
 @contextmanager
 def kept(states: Sequence[FlatState]) -> Iterator[None]:
     """Within it parameters are updated: what is held is put back."""
-    before = [x[indices] for _, _, x, indices in _each(states)]
+    each = _each(states)
+    before = list(map(_values, each)) if each else []
     yield
-    for (state, i, x, indices), values in zip(_each(states), before, strict=True):
+    for (state, i, x, indices), values in zip(each, before, strict=True):
         x.index_copy_(0, indices, values)
         if MASTER.name in state:
             state.elements_of(state[MASTER.name], i).index_copy_(0, indices, values.float())
+
+
+def _values(held: tuple[FlatState, int, Tensor, Tensor]) -> Tensor:
+    _, _, x, indices = held
+    return x[indices]
 
 
 def checksum(states: Iterable[FlatState]) -> str:
@@ -102,9 +110,11 @@ def checksum(states: Iterable[FlatState]) -> str:
     return f"{len(found)} (checksum {zlib.crc32(str(found).encode())})" if found else "none"
 
 
-def _each(states: Iterable[FlatState]) -> Iterator[tuple[FlatState, int, Tensor, Tensor]]:
+def _each(states: Iterable[FlatState]) -> list[tuple[FlatState, int, Tensor, Tensor]]:
     """State, place, elements as they lie, and which of them are held, of each parameter with a mask."""
+    found = []
     for state in states:
         for i, indices in state.held_indices.items():
             p = state.params[i].data  # it is no change by the user
-            yield state, i, as_stored(local(p), state.orders[i]).view(-1), indices
+            found.append((state, i, as_stored(local(p), state.orders[i]).view(-1), indices))
+    return found

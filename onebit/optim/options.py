@@ -278,9 +278,13 @@ def check_groups(groups: Sequence[Mapping[str, Any]], options: Collection[str]) 
     """What a schedule may have made of them since: every step, so no more than what would make parameters NaN."""
     for group in groups:
         check_keys(group, options)
-        _check_betas(group["betas"])
+        betas = group["betas"]
+        if type(betas) is not tuple or len(betas) != 2 or not 0 <= betas[0] < 1 or not 0 <= betas[1] < 1:
+            _check_betas(betas)
         for name in ("lr", "eps", "weight_decay"):
             value = group[name]
+            if type(value) is float and -LARGEST_FLOAT <= value <= LARGEST_FLOAT:
+                continue
             if not isinstance(value, Tensor) and not is_finite(value, LARGEST_FLOAT):
                 raise ValueError(
                     f"{name}={value!r} in a param group: all its parameters would become NaN. Look at the schedule "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -16,6 +17,7 @@ from onebit.optim.sharding import is_sharded
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
 Identity = tuple[bool, list[int], list[bool], list[tuple[int, Order]]]
+_GRAD = attrgetter("grad")
 PROGRESS = "onebit"  # of the first group, in a saved state: how far the run has come
 COMPRESS = "compress"  # of a group: whether stage 2 compresses what its parameters send, as it does unless told not to
 
@@ -46,7 +48,7 @@ def check_parameters(params: Sequence[Tensor]) -> None:
 
 def check_gradients(groups: Groups, names: Mapping[Tensor, str]) -> None:
     for group in groups:
-        grads = [p.grad for p in group["params"]]
+        grads = list(map(_GRAD, group["params"]))
         there = [grad for grad in grads if grad is not None]
         if are_contiguous(there):
             continue  # of hundreds in every step, all are asked at once
@@ -140,8 +142,8 @@ def beta_of(beta: Any) -> Any:
 
 
 def betas_of(group: Group) -> tuple[float, float]:
-    beta1, beta2 = map(beta_of, group["betas"])
-    return beta1, beta2
+    beta1, beta2 = group["betas"]
+    return (beta1, beta2) if type(beta1) is type(beta2) is float else (beta_of(beta1), beta_of(beta2))
 
 
 def hyper_of(group: Group, step: int, bias_correction: bool) -> Hyper:

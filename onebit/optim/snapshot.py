@@ -160,6 +160,7 @@ class Snapshot:
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
     merged: bool = False  # in stage 2 until the next step begins: whether all ranks have one state, as it is saved
     momentum_is_dense: bool = False  # in stage 2: whether "exp_avg" has m, and no message does
+    momentum_is_folded: bool = False  # in stage 2: whether "folded_momentum" has it, and the residual beta1 m
     ranks_agree: bool = False  # whether all ranks were found to have the same model and options
     ddp_averages: bool = False  # whether all ranks had the same gradients before any averaging
     at_last_sync: bool = False  # whether the model has the parameters of the last exchange
@@ -212,9 +213,14 @@ class Snapshot:
         """Those that stay in stage 1 for good: of param groups with compress=False."""
         return [state for state in self.states if not state.compressed]
 
-    @property
+    @cached_property
+    def compressed_parts(self) -> list[Part]:
+        """Those that have a reducer: none in stage 1."""
+        return [part for part in self.parts if part.reducer is not None]
+
+    @cached_property
     def reducers(self) -> list[MomentumReducer]:
-        """Of the compressed parts, in their order; none in stage 1."""
+        """Those of the compressed parts, in their order."""
         return [part.reducer for part in self.parts if part.reducer is not None]
 
     @property
@@ -247,6 +253,7 @@ class Snapshot:
         for part in self.compressed_parts:
             part.merge(setup)
         self.merged = self.momentum_is_dense = True
+        self.momentum_is_folded = False
 
     def use_momentum(self, setup: Setup, kind: Kind) -> None:
         """A step begins, of this kind: see `Part.use_momentum`."""
@@ -255,16 +262,18 @@ class Snapshot:
             for part in self.compressed_parts:
                 part.use_momentum(setup, kind)
             self.momentum_is_dense = kind == "full"
+            self.momentum_is_folded = any(FOLDED_MOMENTUM.name in part.state for part in self.compressed_parts)
 
     def owed(self, setup: Setup) -> dict[Tensor, Tensor]:
         """What this rank has left out of the mean of every parameter, fp32, in the parameter's shape."""
         found = {}
         for part in self.compressed_parts:
-            assert part.reducer is not None
             part.separate_momentum(setup)
-            state, self.momentum_is_dense = part.state, self.momentum_is_dense or MOMENTUM.name in part.state
+        self.momentum_is_dense, self.momentum_is_folded = self.momentum_is_dense or self.momentum_is_folded, False
+        for reducer in self.reducers:
+            state = reducer.state
             for i, p in enumerate(state.params):
-                found[p] = in_shape(part.reducer.owed(i), state.shapes[i], state.orders[i])
+                found[p] = in_shape(reducer.owed(i), state.shapes[i], state.orders[i])
         return found
 
     def owe(self, owed: Mapping[Tensor, Tensor]) -> None:
@@ -283,18 +292,13 @@ class Snapshot:
                 for span, e in state.parts_of(RESIDUAL.name, i):
                     e.add_(own[span])
 
-    @property
-    def compressed_parts(self) -> list[Part]:
-        """Those that have a reducer: none in stage 1."""
-        return [part for part in self.parts if part.reducer is not None]
-
     def masters_at_last_sync(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Parameters that have a master copy and have moved since the last exchange, and the copy as it was then."""
         for part in self.parts:
             if part.local is not None and part.local.taken and MASTER.name in part.state:
                 yield from zip(part.state.params, part.local.last_parameters(), strict=True)
 
-    @property
+    @cached_property
     def limits(self) -> list[UpdateLimit]:
         """Of steps by m."""
         return [reducer.limit for reducer in self.reducers if reducer.limit is not None]
@@ -307,13 +311,17 @@ class Snapshot:
         """Whether the coming step depends on its number: in stage 1, in which some parameters stay, and where it reads
         a momentum that no message has."""
         in_stage_1 = not self.stages.compressing or bool(self.uncompressed)
-        dense = any(FOLDED_MOMENTUM.name in state or MOMENTUM.name in state for state in self.compressed)
+        dense = self.momentum_is_dense or self.momentum_is_folded
         return in_stage_1 or dense or setup.algorithm.uses_step_number
 
     def flags_travel(self, setup: Setup) -> bool:
         """Whether messages are so small that they leave before anyone has asked for the other ranks' flags. Ranks with
         other parts of sharded parameters have to be asked: no message of this rank reaches them."""
-        return setup.topology.shard is None and travel_in_messages([reducer.exchange for reducer in self.reducers])
+        return setup.topology.shard is None and self.messages_are_small
+
+    @cached_property
+    def messages_are_small(self) -> bool:
+        return travel_in_messages([reducer.exchange for reducer in self.reducers])
 
     def exchange(self, hyper: Tensor, flags: Tensor, ranks_agreed: bool, keep: bool) -> None:
         """All messages of a compressed step. Where ranks have not agreed on `flags` the messages carry this rank's, and
@@ -363,7 +371,7 @@ class Snapshot:
 
     def check_captured(self, setup: Setup) -> None:
         """A ValueError where a CUDA graph can't hold the coming step."""
-        if self.needs_step_number(setup) and capturing(setup.device):
+        if capturing(setup.device) and self.needs_step_number(setup):
             raise ValueError(
                 f"a CUDA graph can't hold this step of {setup.name}: the host chooses what kind of step it is, and a "
                 f"replay asks no host. Capture forward and backward alone, or steps of stage 2 of OneBitAdam or "
@@ -381,16 +389,18 @@ class Snapshot:
         """What the host has to know of it. If it was taken in stage 2, messages hold the momentum from here on."""
         for reducer in self.reducers:
             reducer.read_mask()
-        betas = [betas_of(group)[1] if setup.options.bias_correction else 0.0 for group in setup.groups]
+        betas = list[float]()
+        if not self.stages.compressing:
+            betas = [betas_of(group)[1] if setup.options.bias_correction else 0.0 for group in setup.groups]
         if not self.stages.read_last_step(betas):
             return
         if not self.stages.compressing and setup.topology.everyone.rank == 0:
             self.stages.log_progress()
-        for part in self.compressed_parts:
-            for name in (FOLDED_MOMENTUM.name, MOMENTUM.name):
-                if name in part.state:
-                    part.state.remove(name)
-        self.momentum_is_dense = False
+        if self.momentum_is_dense or self.momentum_is_folded:
+            for state in (part.state for part in self.compressed_parts):
+                for name in {FOLDED_MOMENTUM.name, MOMENTUM.name} & state.fields.keys():
+                    state.remove(name)
+            self.momentum_is_dense = self.momentum_is_folded = False
 
     def check_stage_1(self, what: str) -> None:
         if self.stages.compressing:
@@ -476,11 +486,14 @@ class Snapshot:
             without = algorithm.on_freeze(state, rows, setup.options)
             zeros += _named(setup, state, without)
             if algorithm.needs_previous_momentum:
+                self.momentum_is_folded = True
                 state.add(FOLDED_MOMENTUM).copy_(state[MOMENTUM.name])
             algorithm.momentum_becomes_residual(state, steps + 1, [rows[group].beta1 for group in state.groups])
             state.scratch = algorithm.scratch(state)
             part.start_reducer(setup)
         self.stages.compressing, self.half_frozen = True, False
+        for name in ("compressed_parts", "reducers", "limits", "messages_are_small"):
+            self.__dict__.pop(name, None)
         zeros += self._without_variance(setup, steps)
         if setup.topology.everyone.rank > 0:
             return []

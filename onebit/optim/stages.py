@@ -30,7 +30,7 @@ class AsyncReadback:
 
     def start(self, values: Tensor) -> None:
         """values: that nobody writes to any more."""
-        if streams.has_streams(values.device):
+        if values.is_cuda:
             self._host = streams.pinned(values)
             self._host.copy_(values, non_blocking=True)
             self._arrived = streams.mark(values.device)
@@ -102,9 +102,13 @@ class Stages:
         else:
             self.counts.index_add_(0, flags, self._one)
         if not capturing(flags.device):
-            measured = self.rule.measure(states, groups) if self._measures else []
-            self._readback.start(torch.cat([self._numbers, *(limit.shortened for limit in limits), *measured]))
-            self._limited = sum(limit.elements for limit in limits)
+            numbers, self._limited = [self._numbers], 0
+            for limit in limits:
+                numbers.append(limit.shortened)
+                self._limited += limit.elements
+            if self._measures:
+                numbers += self.rule.measure(states, groups)
+            self._readback.start(torch.cat(numbers))
 
     def read_last_step(self, beta2s: Sequence[float]) -> bool:
         """Whether the last step was taken. False if no step is left to read. beta2s: 0 without bias correction."""

@@ -163,7 +163,8 @@ class OneBitStep(Step):
     def _average(self, states: Sequence[FlatState]) -> None:
         """What is not compressed over all ranks; of what is, this rank's slices over those of its node."""
         topology, wire = self.setup.topology, self.setup.options.gradient_dtype
-        self.gradients.average([s for s in states if not s.compressed], topology.copies, wire)
+        if self.current.uncompressed:
+            self.gradients.average([s for s in states if not s.compressed], topology.copies, wire)
         if topology.node is not None:
             self.gradients.average_slices([s for s in states if s.compressed], topology.node, wire)
 

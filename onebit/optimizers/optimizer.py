@@ -146,10 +146,10 @@ class OneBitOptimizer(Progress):
             self.coming = step = self.overlap.sent(step)
             gradients.set_scale(getattr(self, "grad_scale", None), getattr(self, "found_inf", None), setup, current)
             flags = step.average_and_check()
-            self.after_step += warnings_of_skips(setup, current, gradients.hyper)
+            self.after_step.extend(warnings_of_skips(setup, current, gradients.hyper))
             step.move(gradients.write_hyper(setup, current), flags)
             report_to_scaler(self, flags)
-            self.after_step += self.pay_off.due(step.timed_as, setup, current, self.averaged_in_backward)
+            self.after_step.extend(self.pay_off.due(step.timed_as, setup, current, self.averaged_in_backward))
             self.end_step(step, flags)
             self.leave_out_buckets(step.next_needs_no_mean)
             try:
@@ -162,7 +162,7 @@ class OneBitOptimizer(Progress):
     def end_step(self, step: Step, flags: Tensor) -> None:
         if self.gradients.squares is not None:
             step.measure(self.gradients.squares, flags)
-        self.after_step += step.count(flags)
+        self.after_step.extend(step.count(flags))
         if self.giver is not None:
             self.giver.step_ended(step, flags)
         self.gradients.reset()
@@ -229,11 +229,11 @@ class OneBitOptimizer(Progress):
             )
         current = self.current
         if not current.ranks_agree:
-            self.after_step += start(self.setup, current, averaged_in_backward=self.averaged_in_backward)
+            self.after_step.extend(start(self.setup, current, averaged_in_backward=self.averaged_in_backward))
         if current.parts:
             current.check_captured(self.setup)
         if current.parts and not self.begun and current.stages.freeze_is_due:
-            self.after_step += current.freeze(self.setup)
+            self.after_step.extend(current.freeze(self.setup))
             self.install(current)
         kind = kind_of_step(self.setup, current)
         if not self.begun:
@@ -261,11 +261,14 @@ class OneBitOptimizer(Progress):
     @property
     def new_device(self) -> torch.device | None:
         """Where the parameters are, if the state is elsewhere."""
-        first = (next((p for p in group["params"] if p.requires_grad), None) for group in self.param_groups)
-        if all(p is None or p.device == self.setup.device for p in first):
-            return None
-        device = param_groups.device_of(self.param_groups)
-        return None if device == self.setup.device else device
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    if p.device != self.setup.device:
+                        device = param_groups.device_of(self.param_groups)
+                        return None if device == self.setup.device else device
+                    break
+        return None
 
     def move_with_parameters(self) -> None:
         """Until a step was begun or a state loaded: trainers move a model that has its optimizer."""
@@ -361,7 +364,7 @@ class OneBitOptimizer(Progress):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("_built"):
+        if name not in self.__dict__ and self.__dict__.get("_built"):
             check_attribute(type(self), name, self.defaults)
         super().__setattr__(name, value)
         if name == "param_groups" and "setup" in self.__dict__:

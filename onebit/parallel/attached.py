@@ -7,6 +7,7 @@ has: those DDP averages in every step, as without us.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.buckets import forget_used, leave_out_buckets
 from onebit.parallel.ddp_hook import local
 
+_CURRENT = attrgetter("current")
 _NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
 
 
@@ -47,6 +49,7 @@ class Attached:
         self.optimizers: list[OneBitOptimizer] = []
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._owners: dict[Tensor, OneBitOptimizer] = {}
+        self._owns_all = False  # whether every parameter that trains has an owner
         self._made_of: list[weakref.ref[Snapshot]] = []
         self._needless: dict[OneBitOptimizer, bool] = {}  # whose coming step has no use for buckets
         self._model = weakref.ref(model)
@@ -77,10 +80,11 @@ class Attached:
     @property
     def owners(self) -> Mapping[Tensor, OneBitOptimizer]:
         """Of every parameter the optimizer that has it, as they are now."""
-        now = [optimizer.current for optimizer in self.optimizers]
-        if [id(each) for each in now] != [id(made()) for made in self._made_of]:
+        now = list(map(_CURRENT, self.optimizers))
+        if len(now) != len(self._made_of) or any(map(is_not, now, [made() for made in self._made_of])):
             of = ((own, state) for own in self.optimizers for state in own.current.states)
             self._owners = {p: own for own, state in of for p in state.params}
+            self._owns_all = all(p in self._owners for p in self._parameters)
             self._made_of = [weakref.ref(each) for each in now]
         return self._owners
 
@@ -104,8 +108,8 @@ class Attached:
             if self._have_stepped.issuperset(self.optimizers):
                 forget_used(model)
                 self._have_stepped.clear()
-            everyone = all(self._needless.get(each, False) for each in self.optimizers)
-            leave_out_buckets(model, everyone and all(p in self.owners for p in self._parameters))
+            everyone = buckets and all(self._needless.get(each, False) for each in self.optimizers)
+            leave_out_buckets(model, everyone and len(self.owners) > 0 and self._owns_all)
 
 
 def refuse_left_out(names: Sequence[str]) -> None:
@@ -143,7 +147,7 @@ def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Ten
                 optimizer.gradients.forget_clip()
     state.check_all_are_averaged(bucket)
     own = bucket.buffer().dtype
-    owners = [state.owners.get(p) for p in bucket.parameters()]
+    owners = list(map(state.owners.get, bucket.parameters()))
     ways = {owner: _way(state, owner, own) for owner in dict.fromkeys(owners)}
     if len(set(ways.values())) == 1:
         way = ways[owners[0]]
