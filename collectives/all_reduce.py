@@ -8,6 +8,7 @@ so that over T calls the sum of the results differs from the sum of the means by
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from onebit.collectives.averaging import average_slices
 from onebit.collectives.chunking import Chunking, shards_of
 from onebit.collectives.exchange import Chunk, Exchange, facts
 from onebit.collectives.flags import read_flags, travel_in_messages
+from onebit.collectives.loading import ON_HOST, check_names, checked_bytes, checked_residual
 from onebit.collectives.reply import AskedReply, check_reply, way_for
 from onebit.collectives.topology import Topology
 from onebit.collectives.undo import Undo
@@ -27,13 +29,9 @@ from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers, written_by_address
-from onebit.kernels.data.wire import Format, Norm, Scale, check_scale
+from onebit.kernels.data.wire import Norm, Scale, check_scale
+from onebit.kernels.log import to_log
 from onebit.kernels.passes import Compress, Decode, Gradients, Scan
-
-_OTHER_TENSORS = (
-    "the state was saved for tensors of other sizes or with other options: build the all-reduce with the numel, "
-    "block_size, scale, norm, reply and number of ranks it was saved with"
-)
 
 
 class CompressedAllReduce:
@@ -57,6 +55,9 @@ class CompressedAllReduce:
 
     A tensor with inf, NaN or a value beyond 2^40 on any rank (with two levels: in any node's mean) gives NaN on every
     rank, as an uncompressed mean of inf would, and leaves the residuals as they were.
+
+    To save it, call `synchronize()` on every rank. Then `state_dict()` is the same on all of them, and loads on any
+    number of ranks.
     """
 
     @torch.inference_mode(False)  # what is built under it could not be written to outside
@@ -95,7 +96,10 @@ class CompressedAllReduce:
         self._hyper = hyper_table([Hyper()], self.device)
         self._pointers: Pointers | None = None
         self._undo: Undo | None = None
-        # Buffers and residuals. None with chunks="auto" before the first call, `prepare` or `load_state_dict`.
+        self._sent = 0  # bytes, before the state was loaded
+        # Each tensor's residual where it is the same on all ranks; None where calls were made since.
+        self._residual: list[Tensor] | None = self._zeros()
+        # Buffers and residuals. None with chunks="auto" before the first call or `prepare`.
         self.exchange = None if chunks == "auto" else self._build(int(chunks))
 
     def prepare(self) -> Exchange:
@@ -107,6 +111,7 @@ class CompressedAllReduce:
             agree(topology.everyone, self.device, common)
             chunking = Chunking(topology, sum(numels), self.device, scale, norm, block_size, way)
             self.exchange = self._build(chunking.choose())
+            self.exchange.load_residual(self._residual or self._zeros())
         return self.exchange
 
     @property
@@ -117,7 +122,12 @@ class CompressedAllReduce:
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank has sent in messages, with two levels those to other nodes."""
-        return 0 if self.exchange is None else self.exchange.wire_bytes
+        return self._sent + (0 if self.exchange is None else self.exchange.wire_bytes)
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether no call was made since the last `synchronize()` or `load_state_dict()`, or this process is alone."""
+        return self._residual is not None or self.topology.everyone.size == 1
 
     def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:
         """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks."""
@@ -125,6 +135,7 @@ class CompressedAllReduce:
         x = self._bind(tensors)
         exchange = self.prepare()
         exchange.agree({"dtype": str(x.dtype)})
+        self._residual = None
         backend, node = exchange.backend, self.topology.node
         if node is not None:
             whole = [t.detach() for t in x.tensors if t is not None]
@@ -154,82 +165,59 @@ class CompressedAllReduce:
         written_by_address(tensors)
         x.release()
 
+    def synchronize(self) -> None:
+        """Make the residual the same on all ranks, their mean: later calls go on from it. A collective call."""
+        exchange = self.exchange
+        if exchange is not None and exchange.agreed:
+            exchange.merge_residuals()
+            self._residual = self._parts(exchange)
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals; every rank saves its own.
+        """The residual of each tensor and `wire_bytes`. Call `synchronize()` on every rank before.
 
-        With chunks="auto" and before the first call there are none: chunks is 0, and loading such a state sets the
-        residuals to zero. This is no collective call.
+        This is no collective call. The residual is zero, with a warning, where calls were made since `synchronize()`.
         """
-        exchange = self.exchange
-        if exchange is None:
-            return {**self._place, "chunks": 0, "format": self._unchunked, "wire_bytes": 0}
-        own = {
-            "chunks": exchange.layout.chunks,
-            "format": exchange.format.fingerprint,
-            "wire_bytes": exchange.wire_bytes,
-        }
-        return {**self._place, **own, **exchange.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue as if the process had never stopped: same rank, same group size, same tensors."""
-        if not isinstance(state, Mapping):
-            raise TypeError(f"a state is a dict, as state_dict() returns it, not a {type(state).__name__}")
-        names, residuals = ("chunks", "format", "wire_bytes"), dict(state)
-        if missing := {*names, *self._place} - state.keys():
-            raise ValueError(f"not a state of CompressedAllReduce: it lacks {', '.join(sorted(missing))}")
-        for name, here in self._place.items():
-            if type(there := residuals.pop(name)) is not type(here) or there != here:
-                raise ValueError(
-                    f"the state was saved with {name} {there!r:.80}, here it is {here!r}: residuals are each rank's "
-                    f"own. Save on every rank, build the all-reduce as it was, and load what the same rank saved"
-                )
-        numbers = [residuals.pop(name) for name in names]
-        if not all(map(is_whole, numbers)):
-            raise ValueError(f"chunks, format and wire_bytes are numbers, not {numbers!r:.200}: it was damaged")
-        chunks, form, wire_bytes = numbers
-        if chunks == 0:
-            self._load_unused(form, wire_bytes, residuals)
-            return
-        exchange = self.exchange
-        if exchange is None or exchange.layout.chunks != chunks:
-            if self._chunks not in ("auto", chunks):
-                raise ValueError(
-                    f"the state was saved with chunks={chunks}, this all-reduce has chunks={self._chunks}: pass "
-                    f"chunks={chunks} or chunks='auto'"
-                )
-            exchange = self._build(chunks)
-        if form != exchange.format.fingerprint:
-            raise ValueError(_OTHER_TENSORS)
-        exchange.load_state_dict(residuals)
-        exchange.wire_bytes = wire_bytes
-        self.exchange = exchange
-
-    @property
-    def _place(self) -> dict[str, int | str]:
-        """Whose residuals these are, and of what replies: of which sender to the network, and which of its slices."""
-        topology = self.topology
+        if self._residual is None and self.synchronized:
+            self.synchronize()
+        if self._residual is None:
+            to_log(
+                logging.WARNING,
+                "state_dict() of CompressedAllReduce has residuals of zero: each rank has its own since the last "
+                "call. Call synchronize() on every rank before state_dict()",
+            )
+        residual = self._residual or self._zeros()
         return {
-            "rank": topology.everyone.rank,
-            "reply": str(self._way.way),
-            "slice": topology.slice_index,
-            "slices": topology.slices,
-            "sender": topology.replicas.rank,
+            "residual": [torch.empty(t.shape, **ON_HOST).copy_(t) for t in residual],
+            "wire_bytes": self.wire_bytes,
         }
 
-    def _load_unused(self, form: int, wire_bytes: int, residuals: dict[str, Any]) -> None:
-        """The state of an all-reduce that was never called: residuals of zero."""
-        if residuals or wire_bytes:
-            raise ValueError(f"a state with chunks=0 holds no {next(iter(residuals), 'wire_bytes')}: it was damaged")
-        if form != self._unchunked:
-            raise ValueError(_OTHER_TENSORS)
-        chunks = self.exchange.layout.chunks if self.exchange else self._chunks
-        self.exchange = None if chunks == "auto" else self._build(int(chunks))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the residual that was saved, on any number of ranks and with any options. Every rank loads it."""
+        check_names(state, ("residual", "wire_bytes"), "CompressedAllReduce")
+        residual = state["residual"]
+        if not isinstance(residual, (list, tuple)):
+            raise TypeError(f"the residual is a list of tensors, not a {type(residual).__name__}: it was damaged")
+        if len(residual) != len(self.numels):
+            raise ValueError(
+                f"the state has residuals of {len(residual)} tensors, this all-reduce has {len(self.numels)}: build it "
+                f"with the numel that it was saved with"
+            )
+        named = enumerate(zip(residual, self.numels, strict=True))
+        loaded = [checked_residual(each, [numel], f"tensor {i}") for i, (each, numel) in named]
+        self._sent, self._residual = checked_bytes(state["wire_bytes"]), loaded
+        if self.exchange is not None:
+            self.exchange.wire_bytes = 0
+            self.exchange.load_residual(loaded)
 
-    @property
-    def _unchunked(self) -> int:
-        """A fingerprint of the tensors, options and ranks, before the number of chunks is known."""
-        layout = Layout(self.numels, block_size=self._block_size, ranks=shards_of(self.topology, self._way))
-        return Format(layout, self._scale, self._norm).fingerprint
+    def _parts(self, exchange: Exchange) -> list[Tensor]:
+        """Each tensor's residual: with one level in the exchange's memory, with two gathered on the host."""
+        one_level = self.topology.node is None
+        whole = exchange.residual.value if one_level else exchange.gathered_residual().cpu()
+        offsets = exchange.layout.offset.tolist()
+        return [whole[offset : offset + numel] for offset, numel in zip(offsets, self.numels, strict=True)]
+
+    def _zeros(self) -> list[Tensor]:
+        return [torch.zeros(1, **ON_HOST).expand(numel) for numel in self.numels]
 
     @torch.inference_mode(False)
     def _build(self, chunks: int) -> Exchange:

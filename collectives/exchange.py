@@ -130,7 +130,7 @@ class Exchange(ABC):
             self.arriving = self._zeros(self.reply_format, layout.chunks * ranks, ranks // shards)
         residuals = self.residual.parts(slices)
         self.chunks = [self._chunk(j, residuals[j], server) for j, server in enumerate(self._servers())]
-        self._agreed = False
+        self.agreed = False  # whether the ranks were found to cut and encode alike
 
     @classmethod
     @abstractmethod
@@ -198,12 +198,12 @@ class Exchange(ABC):
 
     def agree(self, more: Mapping[str, int | str] | None = None) -> None:
         """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
-        if not self._agreed:
+        if not self.agreed:
             layout, form = self.layout, self.format
             numels, nodes = layout.numel.tolist(), self.node.size > 1
             common = facts(numels, layout.block_size, layout.chunks, form.scale, form.norm, self.way, nodes)
             agree(self.everyone, self.device, {**common, **(more or {})})
-            self._agreed = True
+            self.agreed = True
 
     def live_in(self, span: Span) -> Tensor | None:
         """A span's part of `live`; None where all elements take part."""
@@ -295,7 +295,7 @@ class Exchange(ABC):
 
     @property
     def residuals(self) -> dict[str, Residual]:
-        """By the name they are saved under."""
+        """By name."""
         found = {"residual": self.residual}
         return found if self.server_residual is None else {**found, "server_residual": self.server_residual}
 
@@ -304,36 +304,15 @@ class Exchange(ABC):
         for residual in self.residuals.values():
             residual.materialize()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What must survive a restart: the residuals of this rank."""
-        state = {name: residual.value for name, residual in self.residuals.items()}
-        scales = {f"{name}_scale": residual.scale for name, residual in self.residuals.items()}
-        return {**state, **{name: scale for name, scale in scales.items() if scale is not None}}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy residuals saved by the same rank of an equal group. A ValueError, and nothing changes, if any does not
-        fit."""
-        own = self.state_dict()
-        foreign = [name for name, value in state.items() if not isinstance(value, Tensor)]
-        if foreign:
-            raise ValueError(f"{foreign[0]} is no tensor: this is not a state of this all-reduce, or it was damaged")
-        if state.keys() != own.keys():
-            raise ValueError(
-                f"the state has {sorted(state)}, this all-reduce keeps {sorted(own)}: it was saved with another "
-                f"scale or reply. Build the all-reduce with the options it was saved with"
-            )
-        for name, tensor in own.items():
-            if (state[name].shape, state[name].dtype) != (tensor.shape, tensor.dtype):
-                raise ValueError(
-                    f"{name} is {state[name].dtype} {tuple(state[name].shape)} in the state and {tensor.dtype} "
-                    f"{tuple(tensor.shape)} here: it was saved with another model, block_size or number of ranks"
-                )
-            if not bool(torch.isfinite(state[name]).all()):
-                raise ValueError(
-                    f"{name} has values in the state that are not finite, as no run leaves it: it was damaged"
-                )
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
+    def load_residual(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor's residual becomes e, of which this rank has its slice, and E = 0."""
+        for residual in self.residuals.values():
+            residual.value.zero_()
+            if residual.scale is not None:
+                residual.scale.zero_()
+        for chunk in self.chunks:
+            for s in chunk.slice.segments():
+                chunk.residual.value[s.offset : s.offset + s.stop - s.start] = tensors[s.parameter][s.start : s.stop]
 
 
 def _one_stage_on(under_way: list[Iterator[None]]) -> list[Iterator[None]]:

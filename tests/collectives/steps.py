@@ -75,8 +75,13 @@ class Recorded:
 
 
 def state_of(all_reduce: CompressedAllReduce) -> dict[str, Any]:
-    """A copy."""
-    return {k: v.cpu().clone() if isinstance(v, Tensor) else v for k, v in all_reduce.state_dict().items()}
+    """A copy of this rank's residuals, and how much it has sent."""
+    state: dict[str, Any] = {"wire_bytes": all_reduce.wire_bytes}
+    for name, residual in all_reduce.prepare().residuals.items():
+        state[name] = residual.value.cpu().clone()
+        if residual.scale is not None:
+            state[f"{name}_scale"] = residual.scale.cpu().clone()
+    return state
 
 
 def values(tensors: list[Tensor]) -> list[np.ndarray]:

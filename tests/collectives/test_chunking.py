@@ -11,12 +11,11 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from onebit.collectives import CompressedAllReduce, chunking
+from onebit.collectives import chunking
 from onebit.collectives.chunking import CANDIDATES, Chunking, candidates
 from onebit.collectives.topology import Topology
 from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.tuning import tuner
-from tests.collectives import steps
 from tests.collectives.steps import Case
 from tests.collectives.work import Noting, logged
 from tests.onebit.runs import on_ranks, same
@@ -170,8 +169,10 @@ def test_properties_and_states_are_no_collectives(rank):
     all_reduce = CASE.all_reduce(transport)
     if rank == 1:
         assert (all_reduce.exchange, all_reduce.chunks, all_reduce.wire_bytes) == (None, None, 0)
-        whose = {"rank": 1, "reply": "1", "slice": 0, "slices": 1, "sender": 1}
-        assert {**all_reduce.state_dict(), "format": 0} == {**whose, "chunks": 0, "format": 0, "wire_bytes": 0}
+        zeros = {"residual": [torch.zeros(numel) for numel in CASE.numels], "wire_bytes": 0}
+        assert all_reduce.synchronized and same(all_reduce.state_dict(), zeros)
+        all_reduce.load_state_dict(zeros)
+    all_reduce.synchronize()  # before the first call there is nothing to do
     assert transport.events == []
     exchange = all_reduce.prepare()
     measured = len(transport.events)
@@ -181,24 +182,3 @@ def test_properties_and_states_are_no_collectives(rank):
     assert all_reduce.exchange is exchange
     assert not any("number of chunks" in event for event in transport.events[measured:])
     return all_reduce.chunks, tensors
-
-
-@on_ranks(2)
-def test_an_unused_state_starts_anew(rank):
-    """The state of one that was never called, loaded into one that was, beside one that starts anew."""
-    for chunks in (2, "auto"):
-        case = replace(CASE, chunks=chunks)
-        used, fresh = (case.all_reduce(group()) for _ in range(2))
-        steps.record(CASE, rank, group(), all_reduce=used)
-        used.load_state_dict(case.all_reduce(group()).state_dict())
-        assert used.wire_bytes == 0
-        one, other = (steps.record(CASE, rank, group(), all_reduce=each) for each in (used, fresh))
-        assert one.result_bytes == other.result_bytes and same(one.states[-1], other.states[-1])
-
-
-def test_an_unused_state_can_be_loaded_before_the_first_use():
-    all_reduce = CompressedAllReduce(1000)
-    all_reduce.load_state_dict(CompressedAllReduce(1000).state_dict())
-    assert all_reduce.exchange is None and all_reduce.wire_bytes == 0
-    all_reduce(torch.ones(1000))
-    assert all_reduce.chunks == 1
