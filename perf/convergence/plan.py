@@ -82,8 +82,8 @@ REPLIES = {  # what each family's 1-bit optimizer may get back of its messages: 
     1: "onebit_{family}",
     "direct": "direct_{family}",
 }
-RANKS, EVENT, RATE = "ranks", "event", "lr"
-BROAD = (REPLY, RANKS, EVENT, RATE)  # sweeps that compare more than SWEPT, of all seeds that are there
+RANKS, EVENT, RATE, SAVE = "ranks", "event", "lr", "save"
+BROAD = (REPLY, RANKS, EVENT, RATE, SAVE)  # sweeps that compare more than SWEPT, of all seeds that are there
 MORE = 3  # ranks
 DEFAULTS = {  # what the optimizers do by default: of 2 ranks, and of more
     2: ("direct_unbiased_adam", "direct_zero_one_unbiased_adam", "direct_unbiased_lamb"),
@@ -99,6 +99,7 @@ SWEEPS = {
     "freeze": "share of the steps in stage 1",
     "batch": "global batch, the same steps and learning rate",
     "lr": "learning rate, times the task's",
+    SAVE: "runs that are saved, and go on from what was saved",
 }
 FREEZE = {"adam": 0.2, "lamb": 0.3}  # share of the steps, by family
 
@@ -120,7 +121,7 @@ TASKS: dict[str, Task] = {
             "4,096 (Adam) or 5,993 of 65,536 (LAMB); up to 4 ranks, on one machine; stage 1 is 20 % of the steps for "
             "Adam and 30 % for LAMB, theirs were 15 % and 17 %; a scale a block of 2,048 elements, theirs one for all",
             steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2}, chosen=CHOSEN,
-            sweeps=("reply", "ranks", "event", "freeze", "batch", "lr"),
+            sweeps=("reply", "ranks", "event", "freeze", "batch", "lr", "save"),
         ),
         LanguageModel(
             "lm-long", "The same language model in 3,000 steps",
@@ -179,6 +180,7 @@ class Run:
     lr: float
     freeze: int | Literal["auto"] | None  # the last step of stage 1, where there is a second
     event: str = ""  # what becomes of gradients, not clipped
+    save_every: int = 0  # steps, after which the run goes on from what is saved; 0 for never
 
     @classmethod
     def standard(cls, task: str, variant: str, seed: int) -> Run:
@@ -195,8 +197,9 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """All fields; no event is no entry."""
-        return {key: value for key, value in asdict(self).items() if (key, value) != ("event", "")}
+        """All fields; no event and no saves are no entries."""
+        none = (("event", ""), ("save_every", 0))
+        return {key: value for key, value in asdict(self).items() if (key, value) not in none}
 
     def at(self, point: Mapping[str, Any]) -> Run:
         """With a sweep's point set. Rates are factors; a freeze is a share of the steps."""
@@ -229,6 +232,8 @@ def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
             return {str(n): {"ranks": n} for n in ((2, 4, 8, 16, 32) if task.name == "lm" else (2, 8))}
         case "event":
             return {"none": {}, **{event: {"event": event} for event in EVENTS}}
+        case "save":
+            return {"none": {}, "every 50 steps": {"save_every": 50}}
         case "batch":
             return {str(b): {"batch": b} for b in (task.batch // 2, task.batch, 2 * task.batch)}
         case "freeze":
@@ -263,6 +268,9 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
         case "reply":
             of = [(f, *(name.format(family=f) for name in REPLIES.values())) for f in task.families]
             found = [(v, label) for own in of for v in own for label in labels]
+        case "save":
+            found = [*((v, labels[0]) for v in task.families)]
+            found += [(v, label) for label in labels for v in DEFAULTS[2]]
         case "ranks":  # the baseline does not depend on their number
             found = [*((v, labels[0]) for v in task.families)]
             found += [(v, label) for label in labels for v in DEFAULTS[2 if label == "2" else MORE]]

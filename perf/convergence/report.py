@@ -16,6 +16,7 @@ from perf.convergence.plan import (
     EVENT,
     MAIN,
     RATE,
+    SAVE,
     SWEEPS,
     TASKS,
     VARIANTS,
@@ -124,7 +125,7 @@ def sweep_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
 
 def broad_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
     """A row a point and variant. Differences are to the baseline at that point, or to that of the first."""
-    point = {EVENT: "gradients", RATE: "learning rate"}.get(sweep, "ranks")
+    point = {EVENT: "gradients", RATE: "learning rate", SAVE: "saves"}.get(sweep, "ranks")
     head = [
         point,
         "optimizer",

@@ -164,6 +164,10 @@ def train(run: Run, prepared: Prepared, model: nn.Module, transport: Transport, 
             group["lr"] = lr_at(run, step)
         loss = task.step(model, optimizers, share(task.draw(items, generator), transport.rank, transport.size))
         counted[sends(optimizer)] += 1
+        if run.save_every and step % run.save_every == 0:
+            for each in optimizers:
+                if isinstance(each, OneBitOptimizer):
+                    each.synchronize()
         since.append(loss.item())
         if step % max(1, run.steps // RECORDS) == 0:
             train_curve.append((step, mean_over_ranks([sum(since) / len(since)], transport)[0]))
