@@ -279,7 +279,8 @@ def check_groups(groups: Sequence[Mapping[str, Any]], options: Collection[str]) 
     for group in groups:
         check_keys(group, options)
         betas = group["betas"]
-        if type(betas) is not tuple or list(map(type, betas)) != [float, float] or not 0 <= min(betas) <= max(betas) < 1:
+        plain = type(betas) is tuple and list(map(type, betas)) == [float, float]
+        if not plain or not 0 <= min(betas) <= max(betas) < 1:
             _check_betas(betas)
         for name in ("lr", "eps", "weight_decay"):
             value = group[name]
