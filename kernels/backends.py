@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any, Literal, Protocol, cast
@@ -18,39 +17,41 @@ from onebit.kernels.passes import Pass
 BackendName = Literal["cpu", "gpu"]
 
 
-class Passes(Protocol):
+class Backend(Protocol):
     """What onebit.kernels.cpu and .gpu have."""
 
-    PASSES: Mapping[type[Pass], Callable[[Any], None]]
+    PASSES: dict[Any, Any]
     """What runs each pass."""
 
-    def restore(self, kept: Kept, flags: Tensor) -> None:
-        """See `Backend.restore`."""
-
-
-class Backend:
-    """Runs passes. They show up in profiles as `onebit.<name>`: in torch.profiler's, and as NVTX ranges by
-    torch.autograd.profiler.emit_nvtx.
-    """
-
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-
     def run(self, work: Pass) -> None:
-        run = self._passes.PASSES[type(work)]
-        if profiler._is_profiler_enabled:
-            with labelled(work.name):
-                run(work)
-        else:
-            run(work)
+        """Run a pass."""
 
     def restore(self, kept: Kept, flags: Tensor) -> None:
         """Every tensor as its copy is, bit for bit, where flags[0] is not 0.
 
         Bytes: none; where the flag is set all copies are read, and all tensors written.
         """
+
+
+class Profiled:
+    """A backend whose passes show up in profiles as `onebit.<name>`: in torch.profiler's, and as NVTX ranges by
+    torch.autograd.profiler.emit_nvtx.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.PASSES = backend.PASSES
+
+    def run(self, work: Pass) -> None:
+        if profiler._is_profiler_enabled:
+            with labelled(work.name):
+                self.PASSES[type(work)](work)
+        else:
+            self.PASSES[type(work)](work)
+
+    def restore(self, kept: Kept, flags: Tensor) -> None:
         with labelled("restore"):
-            self._passes.restore(kept, flags)
+            self._backend.restore(kept, flags)
 
 
 def labelled(name: str) -> AbstractContextManager[None]:
@@ -64,7 +65,7 @@ def load(name: BackendName) -> Backend:
     """A backend by name, imported on first use: the GPU's needs Triton, and the tuner, which launching a kernel needs,
     measures kernels itself.
     """
-    return Backend(cast(Passes, import_module(f"onebit.kernels.{name}")))
+    return Profiled(cast(Backend, import_module(f"onebit.kernels.{name}")))
 
 
 @functools.cache

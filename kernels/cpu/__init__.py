@@ -4,13 +4,19 @@ from torch import Tensor
 
 from onebit.kernels.cpu import adam, codec, lamb, lamb_statistics, limit, local_steps, scan, zero_one
 from onebit.kernels.data.kept import Kept
+from onebit.kernels.passes import Pass
 
 PASSES = (
     adam.PASSES | codec.PASSES | lamb.PASSES | lamb_statistics.PASSES | limit.PASSES | local_steps.PASSES
     | scan.PASSES | zero_one.PASSES
 )  # fmt: skip
 
-__all__ = ["PASSES", "restore"]
+__all__ = ["PASSES", "restore", "run"]
+
+
+def run(work: Pass) -> None:
+    """Run a pass where its tensors lie."""
+    PASSES[type(work)](work)
 
 
 def restore(kept: Kept, flags: Tensor) -> None:

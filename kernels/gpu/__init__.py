@@ -2,7 +2,13 @@
 
 from onebit.kernels.gpu import adam, codec, lamb, limit, local_steps, scan, zero_one
 from onebit.kernels.gpu.restore import restore
+from onebit.kernels.passes import Pass
 
 PASSES = adam.PASSES | codec.PASSES | lamb.PASSES | limit.PASSES | local_steps.PASSES | scan.PASSES | zero_one.PASSES
 
-__all__ = ["PASSES", "restore"]
+__all__ = ["PASSES", "restore", "run"]
+
+
+def run(work: Pass) -> None:
+    """Run a pass on the device of its tensors."""
+    PASSES[type(work)](work)

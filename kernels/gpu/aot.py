@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from onebit.kernels.backends import Backend, load
+from onebit.kernels import gpu
 from onebit.kernels.data.kept import Kept
 from onebit.kernels.data.wire import Norm, Scale
 from onebit.kernels.gpu.launch import Launch, recorded
@@ -172,12 +172,12 @@ def report(
     targets: Sequence[str] = tuple(TARGETS), wanted: Callable[[str, str], bool] = lambda variant, kernel: True
 ) -> list[dict[str, Any]]:
     """One row a kernel, variant and target: what was compiled, its wide accesses and its spills."""
-    rows, gpu = [], load("gpu")
+    rows = []
     for variant, workload in every_variant().items():
         with recorded() as launches:
             for each in workload.passes(gpu).values():
                 each.run()
-            _small_passes(gpu, workload)
+            _small_passes(workload)
         for launch in (each for each in launches if wanted(variant, each.kernel.__name__)):
             for target in targets:
                 compiled = compile_launch(launch, target)
@@ -190,7 +190,7 @@ def report(
     return rows
 
 
-def _small_passes(gpu: Backend, workload: Workload) -> None:
+def _small_passes(workload: Workload) -> None:
     """Those that move no bytes an element."""
     parameters, replies, times = workload.layout.parameters, workload.replies, 2.0 if workload.bare else 0.0
     squares, numels = (torch.zeros(parameters, dtype=dtype) for dtype in (torch.float64, torch.int64))

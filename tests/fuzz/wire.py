@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from onebit.kernels.backends import load
+from onebit.kernels import cpu
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
@@ -65,7 +65,7 @@ class Wire:
     def _decode(self, source: Source) -> None:
         out = Guarded(source, self.layout.numel.tolist())
         before = self._flat(out)
-        load("cpu").run(Decode(self.layout.chunk(self.chunk), self.messages, Pointers.to(self.layout, out.tensors)))
+        cpu.run(Decode(self.layout.chunk(self.chunk), self.messages, Pointers.to(self.layout, out.tensors)))
         exact = self.messages.copies == 1
         if self.moderate or (self.good and exact):
             values = np.where(self._flagged(), np.nan, self._values())
@@ -77,7 +77,7 @@ class Wire:
         d, before = Guarded(source, [span.elements]), self._flat(params)
         decay = pick(source, (0.0, 0.5))
         pointers, hyper = Pointers.to(self.layout, params.tensors), hyper_table([Hyper(lr=0.1, weight_decay=decay)])
-        load("cpu").run(AdamUpdate(span, Parameters(pointers, None), d.tensors[0], self.messages, hyper))
+        cpu.run(AdamUpdate(span, Parameters(pointers, None), d.tensors[0], self.messages, hyper))
         if self.moderate:
             x, hypers = before[self.plan.part(self.chunk, 0, 1)], [oracle.Hyper(0.1, weight_decay=decay)]
             (new,) = oracle.onebit_adam_update([x], [self._values()], [d.tensors[0].double().numpy()], hypers)
@@ -92,7 +92,7 @@ class Wire:
         form = self.messages.format
         out, c = form.empty(1), kept.tensors[0].double().numpy().copy()
         out.buffer.zero_()
-        load("cpu").run(Average(shard, self.messages, Residual.zeros(shard, form, value=kept.tensors[0]), out))
+        cpu.run(Average(shard, self.messages, Residual.zeros(shard, form, value=kept.tensors[0]), out))
         if self.moderate and not self.messages.flags.any():
             one_rank = Messages(self.messages.buffer, self.messages.format, copies=self.messages.rows)
             c += values_of(one_rank, self.plan, self.chunk * self.plan.ranks + self.rank)

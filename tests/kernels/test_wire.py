@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onebit.kernels.backends import load
+from onebit.kernels import cpu
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import MAGIC, NONFINITE, NORMS, Format, MessageError
@@ -63,7 +63,7 @@ def test_a_message_written_by_hand_reads_back_and_decodes(form, seed):
     assert np.array_equal(bits, np.concatenate(all_bits))
     out = [torch.zeros(n) for n in plan.numels]
     messages.flags.zero_()
-    load("cpu").run(Decode(layout.all(), messages, Pointers.to(layout, out)))
+    cpu.run(Decode(layout.all(), messages, Pointers.to(layout, out)))
     for found, expected in zip(out, plan.unflatten(np.concatenate(wanted)), strict=True):
         assert found.tolist() == expected.tolist()
 
