@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -170,7 +171,7 @@ def options_of(kind: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def frozen_name(kind: str) -> str:
-    """The field that compressed steps divide by."""
+    """The field of a flat state that compressed steps divide by."""
     return "exp_avg_sq" if kind == "ZeroOneAdam" else "denominator"
 
 
@@ -213,7 +214,7 @@ def unchanged(one: dict[str, Any], other: dict[str, Any]) -> bool:
     counting = ("skipped_steps", "wire_bytes")
     groups = [[dict(g) for g in s["param_groups"]] for s in (one, other)]
     for saved in groups:
-        saved[0]["onebit"] = {k: v for k, v in saved[0]["onebit"].items() if k not in counting}
+        saved[0]["onebit"] = {k: v for k, v in json.loads(saved[0]["onebit"]).items() if k not in counting}
     return same(one["state"], other["state"]) and same(*groups)
 
 

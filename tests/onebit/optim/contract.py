@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from onebit.optim.param_groups import is_compressed
@@ -71,29 +72,50 @@ def skips(rank: int, size: int, case: Case, tries: tuple[tuple[int, int, float],
 
 
 def resumes(rank: int, size: int, case: Case, stops: tuple[int, ...], states: bool = True) -> bytes:
-    """From what was written to a file after each of these steps: the same states at once, and the same run to its end.
-    Skipped steps (`case.bad`) are part of it. states: whether states are compared; a load clears what a mask holds."""
+    """After each of these steps ranks synchronize, and have one state. All load what rank 0 has written to a file: the
+    same state at once, and the same run to its end. Skipped steps (`case.bad`) are part of it. states: whether states
+    are compared; a load clears what a mask holds."""
     with on_warnings("ignore", message="elements without a variance"):
         (params, optimizer), files = started(case, 0, rank, size), {}
         for step in range(1, case.steps + 1):
             take(case, rank, optimizer, params, step)
             if step in stops:
+                optimizer.synchronize()
                 files[step] = io.BytesIO()
                 torch.save([[p.detach() for p in params], optimizer.state_dict(), _schedule(optimizer)], files[step])
+        optimizer.synchronize()
         for stop, file in files.items():
-            file.seek(0)
-            with torch.serialization.safe_globals([type(_schedule(optimizer))]):
-                values, state, schedule = torch.load(file, weights_only=True)
+            own, first = _read(optimizer, file.getvalue()), _read(optimizer, from_rank_0(file.getvalue(), size))
+            assert same(own, first), f"ranks have other states after step {stop}"
+            values, state, schedule = first
             again = [nn.Parameter(v) for v in values]
             other = case.build(again, group_or_none(size))
             other.load_state_dict(state)
-            assert not states or same(snapshot(other.state_dict()), state)
+            assert not states or same(snapshot(other.state_dict()), own[1])
             assert _schedule(other) == schedule
-            run(case, rank, other, again, stop + 1, case.steps)
+            for step in range(stop + 1, case.steps + 1):
+                take(case, rank, other, again, step)
+                if step in stops:
+                    other.synchronize()
+            other.synchronize()
             assert bits(again) == bits(params), f"resumed after step {stop}"
-            if states and other.synchronized:
+            if states:
                 assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict())), f"after step {stop}"
         return bits(params)
+
+
+def from_rank_0(value: Any, size: int) -> Any:
+    """What rank 0 has, on every rank."""
+    sent = [value]
+    if size > 1:
+        dist.broadcast_object_list(sent, src=0, group=group_or_none(size))
+    return sent[0]
+
+
+def _read(optimizer: Any, content: bytes) -> Any:
+    """What `resumes` has written."""
+    with torch.serialization.safe_globals([type(_schedule(optimizer))]):
+        return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
