@@ -49,14 +49,16 @@ def _moments(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping
             f"the state has no {', '.join(lacks)} for parameter {key}: it is no state of an optimizer that AdamW could "
             f"continue, or damaged"
         )
-    found, steps, beta2 = {name: own[name] for name in _MOMENTS}, steps_of(own), betas_of(group)[1]
+    found, steps, (beta1, beta2) = {name: own[name] for name in _MOMENTS}, steps_of(own), betas_of(group)
     if not numbers or not is_compressed(group) or steps != numbers["steps"] or not steps:
         return found
     schedule = _schedule(numbers)
     if numbers["compressing"]:
+        if beta1 and "residual" in own and not bool(own["exp_avg"].any()):
+            found["exp_avg"] = own["residual"] / beta1
         if "denominator" in own:
             eps, gamma = float(group["eps"]), own["gamma"].double()
-            found["exp_avg"] = (own["exp_avg"] / gamma).to(own["exp_avg"].dtype)
+            found["exp_avg"] = (found["exp_avg"] / gamma).to(own["exp_avg"].dtype)
             found["exp_avg_sq"] = to_variance(own["denominator"].double() * gamma, eps, 1 - beta2**steps)
         elif schedule is not None:
             found["exp_avg_sq"] = _variance_in_use(own, numbers, schedule, beta2) * (1 - beta2**steps)
