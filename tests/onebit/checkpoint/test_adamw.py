@@ -64,6 +64,7 @@ def warm_start(rank, size, case, state, values):
     assert not optimizer.compressing
     take(case, rank, optimizer, params, 6)
     assert optimizer.compressing
+    optimizer.synchronize()
     return states.checkpoint(params, optimizer)
 
 
@@ -75,8 +76,8 @@ def test_adamw_starts_stage_2_at_once(size):
     state, values = states.checkpoint(theirs, adamw)
     results = run_ranks(size, warm_start, case, state, values)
     m, v = (np.concatenate([own[k].double().numpy().ravel() for own in state["state"].values()]) for k in MOMENTS)
-    before = SimpleNamespace(e=0.0, server=0.0, m=m, d=1 / (np.sqrt(v / (1 - 0.99**5)) + 1e-6))
-    after = states.meaning([s for s, _ in results], case)
+    before = SimpleNamespace(e=0.0, m=m, d=states.denominator(v, 1e-6, 1 - 0.99**5))
+    after = states.meaning(states.one_of([s for s, _ in results]), case)
     case = case.but(options={**case.options, "lr": 5e-3, "betas": (0.8, 0.99), "weight_decay": 0.1})
     states.assert_step(case, size, 6, before, after, states.flat(case, values), results[0][1])
 
@@ -178,20 +179,18 @@ def adamw_for(case, params, state):
 
 
 def d_and_m(case, state):
-    """What stage 2 multiplies, float64, from the saved fields alone."""
-    found = []
-    for key, own in state["state"].items():
-        g = next(g for g in state["param_groups"] if key in g["params"])
-        numel = int(np.prod(case.shapes[case.order[key]]))
-        m = states.decoded(own, numel) / float(own.get("gamma", 1.0))
-        if "denominator" in own:
-            d = own["denominator"].double().numpy().ravel() * float(own.get("gamma", 1.0))
-        else:  # 0/1 Adam with full steps 1, 2, 3: each weighs what AdamW's does, but for b of 0.9 at least
-            weight = 1 - g["betas"][1] ** 3 if case.options.get("bias_correction", True) else 1
-            u = np.sqrt(own["exp_avg_sq"].double().numpy().ravel() / weight)
-            d = 1 / (np.maximum(u, float(own["least_root"])) + g["eps"])
-        found.append((d, m))
-    return found
+    """What stage 2 multiplies, float64, a pair a parameter."""
+    found = states.meaning(state, case)
+    if case.kind == "ZeroOneAdam":  # full steps 1, 2, 3: each weighs what AdamW's does, but for b of 0.9 at least
+        own = state["state"].values()
+        numels = [each["exp_avg"].numel() for each in own]
+        least = np.repeat([float(each["least_root"]) for each in own], numels)
+        eps = states.per_element(case, lambda o: 1e-8)
+        weight = 1 - states.per_element(case, lambda o: o["betas"][1]) ** 3
+        weight = weight if case.options.get("bias_correction", True) else 1
+        found.d = 1 / (np.maximum(np.sqrt(found.d / weight), least) + eps)
+    ends = np.cumsum([each["exp_avg"].numel() for each in state["state"].values()])[:-1]
+    return zip(np.split(found.d, ends), np.split(found.m, ends), strict=True)
 
 
 MULTIPLIED = [
@@ -257,46 +256,33 @@ def test_stage_1_goes_on_as_adamw_and_comes_back(kind):
         assert again.compressing
 
 
-def test_momentum_that_no_message_has_had_yet():
+@pytest.mark.parametrize("each", [1, 2])
+def test_momentum_that_no_message_has_had_yet(each):
     """After a full-precision step of 0/1 Adam it is in the residuals, times beta1."""
-    case = Case("ZeroOneAdam", options={"var_update_scaler": 2})
-    params, optimizer = trained(case, 0, 5)
-    assert optimizer.schedule.kind == "1 bit" and optimizer.compressing
-    saved = snapshot(optimizer.state_dict())
-    first = snapshot(onebit.adamw_state(saved))["state"]
-    take(case, 0, optimizer, params, 6)
-    then = onebit.adamw_state(optimizer.state_dict())["state"]
-    for key, own in first.items():
-        torch.testing.assert_close(0.9 * own["exp_avg"], saved["state"][key]["residual_of_rank_0"])
+    case = Case("ZeroOneAdam", options={"var_update_scaler": 2}, each=each)
+    (saved, _), *_ = run_ranks(2 * each, states.save_run, case, 5)
+    (then, _), *_ = run_ranks(2 * each, states.save_run, case, 6)
+    then = onebit.adamw_state(then)["state"]
+    for key, own in onebit.adamw_state(saved)["state"].items():
+        assert not saved["state"][key]["exp_avg"].any()
+        torch.testing.assert_close(0.9 * own["exp_avg"], saved["state"][key]["residual"])
         assert 0.2 < own["exp_avg"].abs().mean() / then[key]["exp_avg"].abs().mean() < 5
 
 
-def test_momentum_that_slices_of_a_node_have_is_not_lost():
-    """Told what to do, and it helps."""
-    case = Case("ZeroOneAdam", options={"var_update_scaler": 2}, each=2)
-    saved = run_ranks(4, states.save_run, case, 5)
-    merged = onebit.merge_states([state for state, _ in saved])
-    for state in (merged, saved[1][0]):
-        with pytest.raises(ValueError, match="in 2 slices: take one step more, or load"):
-            onebit.adamw_state(state)
-    _, optimizer = resumed(case.but(each=1), merged, saved[0][1])
-    state = optimizer.state_dict()
-    for key, own in onebit.adamw_state(state)["state"].items():
-        assert own["exp_avg"].any()
-        torch.testing.assert_close(0.9 * own["exp_avg"], state["state"][key]["residual_of_rank_0"])
-
-
 def test_momentum_after_local_steps_has_its_own_unit():
-    """Messages then say how far ranks have moved."""
+    """Messages then say how far ranks have moved, and states do not."""
     local = {"var_update_scaler": 2, "var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4}
     case = Case("ZeroOneAdam", options=local)
     _, optimizer = trained(case, 0, 7)
     optimizer.synchronize()
-    saved = optimizer.state_dict()["state"]
-    for key, own in onebit.adamw_state(optimizer.state_dict())["state"].items():
-        factor, m = float(saved[key]["momentum_factor"]), states.decoded(saved[key], own["exp_avg"].numel())
-        assert factor > 2
-        np.testing.assert_allclose(own["exp_avg"].numpy().ravel(), factor * m, rtol=1e-5)
+    state, own_momentum = optimizer.state_dict(), []
+    for key, own in onebit.adamw_state(state)["state"].items():
+        assert float(state["state"][key]["momentum_factor"]) > 2
+        assert same(own["exp_avg"], state["state"][key]["exp_avg"])
+        own_momentum.append(own["exp_avg"])
+    (flat,) = optimizer.current.states
+    for i, m in enumerate(own_momentum):
+        torch.testing.assert_close(flat.view("own_momentum", i), m)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
