@@ -87,8 +87,8 @@ def mutate(source: Source, value: Any, json: bool = False) -> None:
 
 
 def junk_key(source: Source, json: bool) -> Any:
-    residuals = ("residual_of_rank_1", "residual_of_rank_999999999", "server_residual_of_rank_1")
-    return pick(source, (*residuals, "step", "exp_avg", "lr", "7", *(() if json else (0, 99, None, (1,)))))
+    fields = ("residual", "denominator", "master", "step", "exp_avg", "onebit")
+    return pick(source, (*fields, "lr", "7", *(() if json else (0, 99, None, (1,)))))
 
 
 def mutated_tensor(source: Source, tensor: Tensor) -> Tensor:

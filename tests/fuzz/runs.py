@@ -127,7 +127,7 @@ class Run:
                 clip(0.5)
             self.scaler.step(optimizer)
             self.scaler.update()
-            if step + 1 == case["saved"] and case["kind"] == "ZeroOneAdam":
+            if step + 1 == case["saved"]:
                 optimizer.synchronize()
 
     def _clipped_by_torch(self, norm: float) -> None:

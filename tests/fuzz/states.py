@@ -52,10 +52,10 @@ class States:
         state = snapshot(self.states[3 * index + int(source.integers(3))] if near else pick(source, self.states))
         if source.random() < 0.02:
             state = junk(source)
+        elif source.random() < 0.2:
+            self._mutate_progress(source, state)
         else:
             mutate(source, state)
-        if source.random() < 0.1:
-            return self._merged(source, run, state)
         if refused := refused_with(run, partial(run.optimizer.load_state_dict, state)):
             self.runs[which] = run
             return f"load, {refused}"
@@ -63,13 +63,12 @@ class States:
         goes_on(run)
         return "load, accepted"
 
-    def _merged(self, source: Source, run: Run, state: Any) -> str:
-        states = [state, snapshot(run.optimizer.state_dict())]
-        try:
-            onebit.merge_states(states if source.random() < 0.5 else states[::-1])
-        except ERRORS as error:
-            return f"merge, {type(error).__name__}"
-        return "merge, accepted"
+    def _mutate_progress(self, source: Source, state: Any) -> None:
+        """As somebody would who knows that it is JSON."""
+        group = state["param_groups"][0]
+        numbers = json.loads(group.get("onebit") or "{}")
+        mutate(source, numbers, json=True)
+        group["onebit"] = json.dumps(numbers)
 
 
 class Files:

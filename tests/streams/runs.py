@@ -30,7 +30,7 @@ ELSEWHERE = {  # calls that no scenario comes to, and why
     "collectives/hand_over.py": "a reform",
     "collectives/signs_of_life.py": "a thread of the host",
     "onebit/elastic/following.py": "a thread of the host",
-    "onebit/checkpoint/restore.py collect_residuals": "a reform",
+    "onebit/optim/snapshot.py owe": "a reform",
 }
 
 

@@ -226,6 +226,7 @@ def saved(device: Device, kind: str, **options: Any) -> None:
     optimizer = optimizer_of(model, kind, ranks, **options)
     train(optimizer, model, 4)
     other = optimizer_of(model, kind, ranks, **options)
+    optimizer.synchronize()
     other.load_state_dict(optimizer.state_dict())
     train(other, model, 4)
 

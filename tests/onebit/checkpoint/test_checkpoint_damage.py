@@ -206,7 +206,7 @@ PLANTS = (  # where, and what of the payload
     (LR, Payload.pickled),
     (LR, torch_saved),
     ("model.held.0", torch_saved),
-    ("optimizer.state.0.denominator", lambda mark: torch_saved(ZEROS, mark.pickled())),
+    ("optimizer.state.0.exp_avg_sq", lambda mark: torch_saved(ZEROS, mark.pickled())),
 )
 
 
@@ -277,7 +277,7 @@ def test_what_could_not_be_loaded_is_not_saved_and_numbers_of_numpy_are_numbers(
 def test_a_false_index_is_refused(saved):
     """With checksums that fit: no room is made that the files could not fill, no file is read beyond its end."""
     whole = checkpoints.index(saved)
-    key = "optimizer.state.0.denominator"
+    key = "optimizer.state.0.exp_avg_sq"
     piece = whole[key]["pieces"][0]
     for change, match in (
         ({"size": [2**40, 9]}, "not the whole of it"),  # which no file holds
@@ -297,4 +297,4 @@ def test_a_false_index_is_refused(saved):
         forge(saved, INDEX, json.dumps({**whole, key: {**whole[key], **change}}).encode())
         assert_refused(saved, match, (ValueError, TypeError))
     forge(saved, INDEX, json.dumps({k: v for k, v in whole.items() if k != key}).encode())
-    assert_refused(saved, "denominator")
+    assert_refused(saved, "exp_avg_sq")

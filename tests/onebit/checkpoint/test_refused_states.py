@@ -2,14 +2,13 @@
 
 import functools
 import itertools
-import math
+import json
 
 import numpy as np
 import pytest
 import torch
 
 import onebit
-from onebit.checkpoint.elements import decoded
 from tests.checkpoints import Run
 from tests.fuzz.states import mark
 from tests.onebit.checkpoint.states import adamw_run
@@ -40,54 +39,54 @@ STAGE_1, STAGE_2, LAMB = (("OneBitAdam", 2),), (("OneBitAdam", 6),), (("OneBitLa
 EITHER, ZERO_ONE = STAGE_1 + STAGE_2, (("ZeroOneAdam", 6),)
 ALL_1, ALL_2 = (tuple((kind, steps) for kind in ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")) for steps in (2, 6))
 OF_NUMBERS = [  # whose state, what of param_groups[0]["onebit"], other values, words of the error
-    (EITHER, "steps", [-1, 2.5, 2**64], "steps is"),
-    (EITHER, "skipped_steps", ["x"], "skipped_steps"),
-    (EITHER, "ranks", [0, 2**40], "ranks is"),
-    (EITHER, "slices", [2], "1 ranks in nodes of 2"),
-    (EITHER, "shards", [0], "shards is 0"),
-    (EITHER, "settings", [[1]], "settings is a dict"),
-    (EITHER, "fields", [["denominator"]], "fields is a string"),
-    (EITHER, "mean_norm", [GONE], "no mean_norm"),
-    (EITHER, "mean_norm", [0.0, [0.0] * 3, [0.0, 0.0, math.nan, 0.0]], "list of 4 numbers"),
+    (EITHER, "steps", [-1, 2.5, 2**64, nan, None, [6]], "steps is"),
+    (EITHER, "skipped_steps", ["x", -1], "skipped_steps"),
+    (EITHER, "senders", [0, 2**40, "1"], "senders is"),
+    (EITHER, "wire_bytes", [-1, 2**64, inf], "wire_bytes is"),
+    (EITHER, "settings", [[1], None], "settings is a dict"),
+    (EITHER, "optimizer", [3, None], "optimizer is a name"),
+    (EITHER, "mean_norm", [0.0, [0.0] * 3, [0.0, 0.0, nan, 0.0], ["x"] * 4], "list of 4 numbers"),
     (EITHER, "mean_norm", [[1, 1, 9, 5.0], [1, 1, 9, -0.5], [1, 0, 9, 0.5], [1, 1, 0.5, 0.5]], "that go together"),
-    (EITHER, "trace", [GONE], "no trace"),
-    (EITHER, "trace", [[[1.0]], "[[1.0]"], "trace is no JSON"),
-    (EITHER, "trace", ['[["x"]]', "[[]]"], "list of lists of numbers"),
-    (EITHER, "trace", ["[[1.0], [1.0, 2.0]]"], "different lengths"),
-    (EITHER, "chunks", [torch.ones(2)], "not a Tensor"),
-    (EITHER, "compressing", ["yes"], "true or false"),
-    (STAGE_2, "block_size", [33, 32.0], "block_size"),
-    (STAGE_2, "scale", ["row", torch.zeros(3)], "scale is"),
-    (STAGE_2, "reply", [2], "reply is .*not 2"),
-    (STAGE_2, "chunks", [[2**31], [0]], "chunks is"),
-    (STAGE_2, "chunks", [[1, 1]], "parameters of 2 dtypes, here they have 1"),
-]
+    (EITHER, "trace", ["[[1.0]]", {}, [["x"]], [[]], [1.0], [[nan]], [[1.0], [1.0, 2.0]]], "trace is a list of equally"),
+    (EITHER, "chunks", [3, {"a": 1}], "chunks is a list"),
+    (EITHER, "chunks", [[2**31], [0], [1.5], ["x"], [[1]]], "chunks is"),
+    (EITHER, "compressing", ["yes", 1, None], "compressing is true or false"),
+    (EITHER, "bias_correction", ["yes", 1], "bias_correction is true or false"),
+    (STAGE_2, "chunks", [[1, 1], []], "parameters of (2|0) dtypes, here they have 1"),
+    *(
+        (EITHER, name, [GONE], f"no {name}")
+        for name in ("optimizer", "senders", "steps", "skipped_steps", "compressing", "chunks", "bias_correction",
+                     "wire_bytes", "settings", "mean_norm", "trace")
+    ),
+]  # fmt: skip
 FOREIGN = [  # whose state, where, what is there instead, words of the ValueError
     (EITHER, ("param_groups",), [GONE], "param_groups"),
     (EITHER, ("state",), [GONE], "param_groups"),
     (EITHER, ("param_groups",), [lambda groups: groups[:1]], "groups"),
     (EITHER, (*GROUP, "params"), [lambda keys: keys[:-1]], "groups"),
     (EITHER, (*GROUP, "params"), [[0, 0]], "twice"),
-    (ALL_1 + ALL_2, (*NUMBERS, "version"), [3], "version 3 .*this onebit reads 2: load it with the onebit that"),
-    (EITHER, (*NUMBERS, "version"), [GONE, True], "version (None|True)"),
+    (ALL_1 + ALL_2, (*NUMBERS, "version"), [2, 4], "version [24] .*this onebit reads 3: load it with the onebit that"),
+    (EITHER, (*NUMBERS, "version"), [GONE, True, "3", [3]], "version (None|True|'3'|.3.)"),
+    (EITHER, NUMBERS, ["{", "x", "[" * 100_000, '{"version": 3'], "no JSON"),
     (EITHER, (*GROUP, "maximize"), [True], "maximize"),
     (ALL_1, (*ONE, "exp_avg"), [first(-1)], "exp_avg"),
     (STAGE_1, (*ONE, "exp_avg"), [GONE], "exp_avg"),
     (STAGE_1, (*ONE, "exp_avg_sq"), [GONE], "exp_avg_sq"),
     (STAGE_2 + ZERO_ONE, (*NUMBERS, "optimizer"), ["OneBitOther"], "OneBitOther in stage 2: .*onebit.adamw_state"),
-    (STAGE_2 + LAMB, (*ONE, "denominator"), [first(-1), GONE], "denominator"),
-    (STAGE_2, ONE, [GONE], "no denominator for parameter"),
-    (STAGE_2 + ZERO_ONE, (*ONE, "momentum_bits"), [GONE, first(1)], "momentum_bits"),
-    (STAGE_2, (*ONE, "momentum_scales"), [GONE, first(0)], "momentum_scales"),
-    (STAGE_2, (*ONE, "residual_of_rank_0"), [first(1)], "residual_of_rank_0"),
-    (STAGE_2, (*ONE, "server_residual_of_rank_0"), [GONE, first(-1)], "server_residual_of_rank_0"),
+    (ALL_2, (*ONE, "exp_avg"), [first(-1), GONE], "exp_avg"),
+    (ALL_2, (*ONE, "exp_avg_sq"), [first(-1), GONE], "exp_avg_sq"),
+    (LAMB, (*ONE, "denominator"), [first(-1), GONE], "denominator"),
+    (ZERO_ONE, (*ONE, "least_root"), [GONE], "least_root"),
+    (ZERO_ONE, (*ONE, "root_at_zero"), [GONE], "root_at_zero"),
+    (ALL_2, ONE, [GONE, {}], "no (exp_avg|denominator|exp_avg_sq) for parameter"),
+    (ALL_2, (*ONE, "residual"), [first(1), first(-1)], "residual"),
     (STAGE_2, (*ONE, "step"), [torch.tensor(5.0)], "different numbers of steps"),
     (STAGE_2, ("state",), [with_steps(5.0)], "of step 6, and its parameters have taken 5"),
 ]
 DAMAGED = [  # the same, with a ValueError or a TypeError
     *((whose, (*NUMBERS, name), values, match) for whose, name, values, match in OF_NUMBERS),
-    (EITHER, NUMBERS, [[1]], "is a list"),
-    (EITHER, (*NUMBERS, "version"), [torch.zeros(3)], "version"),
+    (EITHER, NUMBERS, [[1], {}, None, 3, b"{}", torch.zeros(3)], "onebit' of the first param group is a"),
+    (EITHER, NUMBERS, ["[1]", "3", '"x"', "null"], "in JSON"),
     (EITHER, ("state",), [[]], "state is not a dict"),
     (EITHER, ONE, [[]], "state is not a dict"),
     (EITHER, ("param_groups",), [{}], "not a list of dicts"),
@@ -107,17 +106,21 @@ DAMAGED = [  # the same, with a ValueError or a TypeError
     (STAGE_1, (*ONE, "exp_avg"), [lambda t: t.long()], "dtype torch.int64"),
     (STAGE_1, (*ONE, "exp_avg"), [lambda t: t.tolist()], "is a list, not a tensor"),
     (STAGE_1, (*ONE, "exp_avg"), [lambda t: t.to("meta"), lambda t: t.to_sparse()], "no values"),
-    (STAGE_2, (*ONE, "denominator"), [with_value(-1.0)], "denominator .* -1"),
-    (STAGE_2, (*ONE, "momentum_bits"), [lambda t: t.float()], "dtype torch.float32"),
-    (STAGE_2, (*ONE, "momentum_scales"), [with_value(-1.0)], "momentum_scales .* -1"),
-    (STAGE_2, (*ONE, "residual_of_rank_0"), [with_value(nan)], "residual_of_rank_0 .* nan"),
-    (ALL_2, (*ONE, "server_residual_of_rank_0"), [with_value(inf)], "server_residual_of_rank_0 .* inf"),
+    (ALL_2, (*ONE, "exp_avg_sq"), [with_value(-1.0), with_value(nan)], "exp_avg_sq .* (-1|nan)"),
+    (ALL_2, (*ONE, "exp_avg"), [with_value(nan), with_value(-inf)], "exp_avg .* (nan|-inf)"),
+    (ALL_2, (*ONE, "residual"), [with_value(nan), with_value(inf)], "residual .* (nan|inf)"),
+    (STAGE_2, (*ONE, "residual"), [lambda t: t.long(), lambda t: t.tolist()], "residual .* (dtype torch.int64|a list)"),
+    (LAMB, (*ONE, "denominator"), [with_value(-1.0)], "denominator .* -1"),
+    (ZERO_ONE, (*ONE, "least_root"), [torch.tensor([-1.0]), ENDLESS], "least_root .*(-1|elements, not one)"),
+    (ZERO_ONE, (*ONE, "root_at_zero"), [torch.tensor([nan])], "root_at_zero .* nan"),
+    (ALL_2, (*ONE, "usual_step"), [torch.tensor([nan]), torch.ones(2), "x"], "usual_step .*(nan|2 elements|is a str)"),
     (LAMB, (*ONE, "coefficient_average"), [torch.tensor(nan)], "coefficient_average .* nan"),
     (LAMB, (*ONE, "coefficient_average"), [ENDLESS], "elements, not one"),
     (LAMB, (*ONE, "coefficient_steps"), [torch.tensor(-1.0)], "coefficient_steps is -1"),
     (LAMB, (*ONE, "ratio"), [torch.tensor(-1.0), "x"], "ratio .* (-1|is a str)"),
-    (LAMB, (*ONE, "first_momentum"), [torch.zeros(3)], "first_momentum .* shape"),
-    (LAMB, (*ONE, "counted_bits"), [torch.zeros(1, dtype=torch.uint8)], "counted_bits .* shape"),
+    (LAMB, (*ONE, "gamma"), [torch.tensor([-1.0]), torch.ones(2)], "gamma .*(-1|2 elements)"),
+    (LAMB, (*ONE, "counted"), [torch.zeros(1, dtype=torch.uint8)], "counted .* shape"),
+    (LAMB, (*ONE, "counted"), [lambda t: t.float()], "counted .* dtype torch.float32"),
 ]
 
 
@@ -136,14 +139,16 @@ def loader(kind, here):
 
 def changed(state, path, value):
     state = snapshot(state)
+    if path[: len(NUMBERS)] == NUMBERS and len(path) > len(NUMBERS):
+        numbers = json.loads(state["param_groups"][0]["onebit"])
+        state["param_groups"][0]["onebit"] = json.dumps(changed(numbers, path[len(NUMBERS) :], value))
+        return state
     *way, last = path
     place = functools.reduce(lambda place, key: place[key], way, state)
     if value is GONE:
         del place[last]
-        return state
-    if way == list(ONE) and last not in place:
-        state["param_groups"][0]["onebit"]["fields"] += f" {last}"
-    place[last] = value(place[last]) if callable(value) else value
+    else:
+        place[last] = value(place[last]) if callable(value) else value
     return state
 
 
@@ -179,7 +184,7 @@ def test_after_a_refusal_a_run_goes_on_as_if_nothing_had_been_tried(kind):
         for path, value, match in (
             (("param_groups",), GONE, "param_groups"),
             ((*ONE, "step"), torch.tensor(nan), "step is nan"),
-            ((*ONE, "residual_of_rank_0"), with_value(nan), "residual_of_rank_0 .* nan"),
+            ((*ONE, "residual"), with_value(nan), "residual .* nan"),
         ):
             assert_refused(on, changed(saved(kind, 6), path, value), match)
         for each in (on, undisturbed):
@@ -212,38 +217,6 @@ def test_a_schedule_that_was_another_is_an_error_before_the_freeze_too():
             assert other.optimizer.steps == steps
         else:
             assert_refused(other, run.optimizer.state_dict(), "var_update_scaler=100")
-
-
-def test_messages_by_element_load_as_blocks_do_and_one_too_many_is_refused():
-    """The form of sharded parameters. With one rank a server has what it averages of every element."""
-    state, here = snapshot(saved("OneBitAdam", 6)), Run(CASE.but(seed=1), 2)
-    size = state["param_groups"][0]["onebit"]["block_size"]
-    for own in state["state"].values():
-        d = own["denominator"]
-        values = decoded(own.pop("momentum_bits"), own.pop("momentum_scales"), d.numel(), size)
-        own["momentum_of_message_0"] = values.view(d.shape)
-        own["server_residual_of_rank_0"] = own["server_residual_of_rank_0"].view(d.shape)
-    second = changed(state, (*ONE, "momentum_of_message_1"), state["state"][0]["momentum_of_message_0"])
-    assert_refused(here, second, "more than 1 message")
-    assert_refused(here, changed(state, (*ONE, "momentum_of_message_0"), GONE), "no momentum_bits")
-    here.optimizer.load_state_dict(state)
-    assert same(snapshot(here.optimizer.state_dict())["state"], saved("OneBitAdam", 6)["state"])
-
-
-def test_merge_states_refuses_damaged_states():
-    good = saved("OneBitAdam", 6)
-    for path, value, match in (
-        (NUMBERS, [1], "is a list"),
-        ((*NUMBERS, "steps"), torch.ones(3), "steps is"),
-        (ONE, GONE, "number 1 is not of the parameters"),
-        (("state",), [], "state is not a dict"),
-        ((*NUMBERS, "steps"), 5, "number 1 has steps 5 where the first has 6"),
-        ((*NUMBERS, "version"), 3, "version 3"),
-    ):
-        with pytest.raises(BOTH, match=match):
-            onebit.merge_states([good, changed(good, path, value)])
-    with pytest.raises(ValueError, match="no states"):
-        onebit.merge_states([])
 
 
 def test_a_state_of_other_dtypes_changes_nothing_and_moments_fit_any():
