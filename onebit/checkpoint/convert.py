@@ -57,7 +57,7 @@ def _moments(key: object, own: Saved, numbers: Mapping[str, Any], group: Mapping
         if beta1 and "residual" in own and not bool(own["exp_avg"].any()):
             found["exp_avg"] = own["residual"] / beta1
         if "denominator" in own:
-            eps, gamma = float(group["eps"]), own["gamma"].double()
+            eps, gamma = float(group["eps"]), _number(own["gamma"])
             found["exp_avg"] = (found["exp_avg"] / gamma).to(own["exp_avg"].dtype)
             found["exp_avg_sq"] = to_variance(own["denominator"].double() * gamma, eps, 1 - beta2**steps)
         elif schedule is not None:
@@ -72,8 +72,13 @@ def _variance_in_use(own: Saved, numbers: Mapping[str, Any], schedule: VarianceS
     """u^2 of 0/1 Adam, fp32."""
     v = own["exp_avg_sq"].double()
     root = (v / (schedule.weight(numbers["steps"], beta2) if numbers["bias_correction"] else 1.0)).sqrt()
-    root = torch.maximum(root, own["least_root"].double())
-    return torch.where(v == 0, own["root_at_zero"].double(), root).square().float()
+    root = torch.maximum(root, _number(own["least_root"]))
+    return torch.where(v == 0, _number(own["root_at_zero"]), root).square().float()
+
+
+def _number(value: Tensor) -> Tensor:
+    """fp64, without a dimension: what a parameter has one of."""
+    return value.double().view(())
 
 
 def _schedule(numbers: Mapping[str, Any]) -> VarianceSchedule | None:
