@@ -211,10 +211,9 @@ def test_what_is_written_to_a_group_holds_from_the_next_step_on(case: Case, chan
     """As in a new optimizer that was built with it. 1-bit Adam has frozen what eps is in."""
     case = case.but(groups=GROUPS)
     changed, plain = started(case), started(case)
-    state = snapshot(changed.optimizer.state_dict())
-    state["param_groups"][0].update(change)
-    resumed = loaded(options(case, **change), state, changed.params)
+    plain.optimizer.synchronize()  # as `state_dict` does
     changed.optimizer.param_groups[0].update(change)
+    resumed = loaded(options(case, **change), snapshot(changed.optimizer.state_dict()), changed.params)
     both_on(changed, resumed, START + 1, START + 3)
     plain.on(START + 1, START + 3)
     frozen = plain.optimizer.compressing and case.kind == "OneBitAdam" and "eps" in change
