@@ -35,6 +35,7 @@ _OTHERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # whether each can be
     "bias_correction": (lambda value: isinstance(value, bool), "true or false"),
     "optimizer": (lambda value: isinstance(value, str), "a name"),
     "chunks": (lambda value: isinstance(value, _LISTS), "a list of numbers"),
+    "messages": (lambda value: isinstance(value, str), "words"),
     "mean_norm": (lambda value: _is_mean_norm(value), "a list of 4 numbers that go together"),
     "settings": (lambda value: isinstance(value, Mapping), "a dict"),
     "trace": (lambda value: _is_trace(value), "a list of equally long lists of numbers"),

@@ -23,11 +23,12 @@ from onebit.checkpoint.checks import (
     checked_numbers,
     steps_of,
 )
-from onebit.checkpoint.schema import progress, saved_fields
+from onebit.checkpoint.schema import messages_of, progress, saved_fields
 from onebit.kernels.data.bits import packed
 from onebit.optim.fields import MASTER, MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.held import clear_fields
+from onebit.optim.limit import USUAL
 from onebit.optim.mean_norm import ANEW, MeanNorm
 from onebit.optim.memory_order import flattened
 from onebit.optim.options import KEYS_OF_OTHERS, OF_ADAMW, check_group
@@ -154,6 +155,8 @@ class _Restoration:
                     _load_field(state, field, i, own[field.name])
             if in_stage_2:
                 algorithm.load_derived(state, i, own, self.groups[state.groups[i]], steps)
+        if USUAL.name in state and self.numbers["messages"] != messages_of(self.setup):
+            state[USUAL.name].zero_()  # it is of the messages that there were
         state.master_is_current = all(MASTER.name in own for own in saved)
         if "optimizer" not in self.numbers and state.compressed and steps:
             algorithm.adopt_variance(state, steps, [betas_of(self.groups[group])[1] for group in state.groups])

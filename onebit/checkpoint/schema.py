@@ -112,12 +112,20 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "skipped_steps": int(stages.counts[1]),
         "compressing": stages.compressing,
         "chunks": [state.layout.chunks for state in current.compressed],
+        "messages": messages_of(setup),
         "bias_correction": bool(setup.options.bias_correction),
         "wire_bytes": current.wire_bytes,
         "settings": dict(setup.algorithm.settings()),
         "mean_norm": current.mean_norm.numbers.tolist(),
         "trace": stages.rule.state(),
     }
+
+
+def messages_of(setup: Setup) -> str:
+    """In words, all that decides how long a step by m usually is: see `onebit.optim.limit`."""
+    options, way = setup.options, setup.way.way
+    senders = f" of {setup.topology.nodes}" if way == "direct" else ""
+    return f"reply={way}{senders}, scale={options.scale}, norm={setup.norm}, block_size={options.block_size}"
 
 
 def as_text(numbers: dict[str, Any]) -> str:
