@@ -131,7 +131,7 @@ def test_a_state_from_elsewhere_does_not_move_it(kind: str, saved_after: int) ->
     [part] = masked.current.parts
     left_out = part.reducer.exchange.residual.left_out()
     for i, (p, mask) in enumerate(zip(params[:2], masks(), strict=False)):
-        frozen = masked.state[p][frozen_name(kind)]
+        frozen = part.state.view(frozen_name(kind), i)
         assert mask is not None and bool((frozen[~mask] == 0).all()) and bool((frozen[mask] != 0).all())
         assert not part.state.cut(left_out, i).view_as(p)[~mask].any()
 

@@ -73,7 +73,8 @@ def test_the_variance_of_an_added_parameter_is_frozen_as_that_of_the_others(kind
         found = [optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**4) for p in (first, second)]
         expected = 4.0
     else:
-        found, expected = [optimizer.state[p]["denominator"] for p in (first, second)], 0.5
+        [state], expected = optimizer.current.states, 0.5
+        found = [state.view("denominator", i) for i in range(2)]
     for values in found:
         torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-4, atol=0)
 

@@ -84,7 +84,6 @@ def test_what_is_no_optimizer_of_onebit_or_no_model(tmp_path):
         (onebit.attach, model),
         (onebit.save, tmp_path, model),
         (onebit.load, tmp_path, model),
-        (onebit.make_room, {}, model),
         (lambda optimizer: onebit.reform(optimizer, None),),
     ):
         with pytest.raises(TypeError, match="needs an optimizer of onebit, such as OneBitAdam; this is a AdamW"):
