@@ -21,7 +21,7 @@ def train(accelerator: Accelerator, folder: str, first: int, last: int, warmup: 
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
     optimizer = onebit.OneBitAdam(model.parameters(), lr=2e-3, betas=(0.9, 0.98), freeze_step=warmup)
     model, prepared = accelerator.prepare(model, optimizer)
-    attach(accelerator, model, prepared)  # save_state and load_state then carry every rank's residuals
+    attach(accelerator, model, prepared)  # save_state then calls prepared.synchronize()
     if first:
         accelerator.load_state(folder)
 

@@ -118,7 +118,7 @@ class After:
 
 
 def record_run(rank, size, case, extra_syncs=()):
-    """extra_syncs: steps after which ranks synchronise, whatever the schedule says."""
+    """extra_syncs: local steps after which ranks exchange, whatever the schedule says."""
     params, found = case.parameters(), []
     with on_warnings("ignore", UserWarning):  # other tests are of these
         optimizer = case.build(params, group_or_none(size))
@@ -126,7 +126,7 @@ def record_run(rank, size, case, extra_syncs=()):
             coming = getattr(optimizer, "schedule", None)
             take(case, rank, optimizer, params, step)
             if step in extra_syncs:
-                optimizer.synchronize()
+                optimizer.end_local_steps()
             kind = coming.kind if coming else "1 bit" if optimizer.compressing else "full"
             found.append(after(step, kind, optimizer, [params[p] for p in case.order]))
     return found

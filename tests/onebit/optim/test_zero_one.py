@@ -7,6 +7,7 @@ import math
 import tracemalloc
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 import onebit
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
+from tests.checkpoints import Holder
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import GROUPS, record_run
@@ -129,29 +131,44 @@ def test_every_step_is_the_oracles(name: str) -> None:
 
 def saved(rank: int, size: int, case: Case, last: int) -> dict[str, Any]:
     params, optimizer = started(case, last, rank, size)
-    return {"state": snapshot(optimizer.state_dict()), "x": [p.detach().clone() for p in params]}
+    found = to_send(optimizer, case)
+    optimizer.synchronize()
+    return {"state": snapshot(optimizer.state_dict()), "x": [p.detach().clone() for p in params], "found": found}
 
 
-def loaded(rank: int, size: int, case: Case, states: list[Any]) -> tuple[int, list[list[torch.Tensor]], bytes]:
-    """What is left out and what this rank would send of zero gradients, by parameter, and where it ends."""
-    params, optimizer = started(case, 0, rank, size)
-    for p, x in zip(params, states[0]["x"], strict=True):
-        p.data.copy_(x)
-    optimizer.load_state_dict(onebit.merge_states([s["state"] for s in states]))
-    schedule, [part] = optimizer.schedule, optimizer.current.parts
-    exchange, state = part.reducer.exchange, part.state
+def to_send(optimizer: Any, case: Case) -> list[list[torch.Tensor]]:
+    """What this rank would send of zero gradients, by parameter; with local steps what is left out, and m."""
+    [part] = optimizer.current.parts
+    exchange, m = part.reducer.exchange, part.last_momentum(optimizer.setup.algorithm)
     gathered = exchange.gathered_server_residual()
     left_out = exchange.residual.left_out() + (0 if gathered is None else gathered)
-    kept = [state.cut(left_out, i).clone() for i in range(len(params))]
+    kept = [part.state.cut(left_out, i) for i in range(len(m))]
     if "local_step_scaler" in case.options:
+        return [kept, [each.clone() for each in m]]
+    return [[e + 0.9 * m for e, m in zip(kept, m, strict=True)]]
+
+
+def loaded(rank: int, size: int, case: Case, saved: Any) -> tuple[int, list[list[torch.Tensor]], bytes]:
+    """What it would send, with local steps its own momentum after one, and where it ends."""
+    params, optimizer = started(case, 0, rank, size)
+    for p, x in zip(params, saved["x"], strict=True):
+        p.data.copy_(x)
+    optimizer.load_state_dict(saved["state"])
+    schedule, found = optimizer.schedule, to_send(optimizer, case)
+    local = "local_step_scaler" in case.options
+    if local:
         step_by(optimizer, torch.zeros_like)
-        found = [kept, [optimizer.state[p]["own_momentum"].clone() for p in params]]
-    else:
-        found = [[e + 0.9 * m for e, m in zip(kept, part.reducer.momentum(), strict=True)]]
-    run(case.but(missing=()), rank, optimizer, params, schedule.step + len(found) - 1, 26)
-    if len(found) > 1:
+        [state] = optimizer.current.states
+        found.append([state.view("own_momentum", i).clone() for i in range(len(params))])
+    run(case.but(missing=()), rank, optimizer, params, schedule.step + local, 26)
+    if local:
         optimizer.synchronize()
     return schedule.step, found, bits(params)
+
+
+def mean_of(ranks: list[list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
+    """Over ranks."""
+    return [[torch.stack(of).mean(0) for of in zip(*each, strict=True)] for each in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -163,18 +180,18 @@ def loaded(rank: int, size: int, case: Case, states: list[Any]) -> tuple[int, li
     ids=["1 bit", "full", "before local steps", "a sync", "later", "direct"],
 )  # fmt: skip
 def test_another_number_of_ranks_goes_on_with_all_that_was_left_out(case: Case, last: int, more: float) -> None:
-    """With the mean of residuals, and the same momentum."""
+    """With the mean of residuals, and the same momentum, as they were before the save."""
     states, found = run_ranks(2, saved, case, last), []
+    before = mean_of([state["found"] for state in states])
     for ranks in (2, 1, 3):
         other = options(case, reply=1) if ranks == 1 else case
-        own = simulation.on_ranks(ranks, loaded, other, states)
+        own = simulation.on_ranks(ranks, loaded, other, states[-1])
         assert all(one[0] == last + 1 and one[2] == own[0][2] for one in own)
-        kinds = zip(*(one[1] for one in own), strict=True)
-        found.append([[torch.stack(of).mean(0) for of in zip(*each, strict=True)] for each in kinds])
+        found.append(mean_of([one[1] for one in own]))
     assert min(max(float(e.abs().max()) for e in each if e.numel()) for each in found[0]) > more
     tolerance = {"rtol": 1e-5, "atol": 1e-6 if case is CASE else 1e-7}
-    for other in found[1:]:
-        for ours, theirs in zip(found[0], other, strict=True):
+    for other in found:
+        for ours, theirs in zip([*before, *found[0][len(before) :]], other, strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 torch.testing.assert_close(a, b, **tolerance)
 
@@ -230,13 +247,17 @@ def test_what_a_user_writes_where_ranks_agree_stays(rank: int, size: int, dtype:
     return bits(params)
 
 
+@pytest.mark.parametrize("by_save", [False, True])
 @on_ranks(2)
-def test_between_syncs_nothing_is_saved(rank: int, size: int) -> bytes:
+def test_between_syncs_nothing_is_saved(rank: int, size: int, by_save: bool, tmp_path: Path) -> bytes:
+    """onebit.save synchronizes itself."""
     params, optimizer = started(LOCAL, 14, rank, size)
-    for call in (optimizer.state_dict, partial(onebit.save, "nowhere", nn.Linear(1, 1), optimizer)):
-        with refused(ValueError, "optimizer.synchronized", "optimizer.synchronize()"):
-            call()
-    optimizer.synchronize()
+    with refused(ValueError, "optimizer.synchronized", "optimizer.synchronize()"):
+        optimizer.state_dict()
+    if by_save:
+        onebit.save(tmp_path, Holder(params), optimizer)
+    else:
+        optimizer.synchronize()
     end = bits(params)
     optimizer.synchronize()
     assert end == bits(params) and optimizer.synchronized
