@@ -53,9 +53,9 @@ def from_state_dict(
 
 def adopted(setup: Setup, current: Snapshot, state: Mapping[Tensor, Saved]) -> Snapshot:
     """Where a run of stage 1 goes on from with `state`, which a user has put into `optimizer.state`."""
+    check_states(state)
     used = {"step", *(field.name for each in current.states for field in each.fields.values())}
     state = {p: {name: v for name, v in own.items() if name in used} for p, own in state.items()}
-    check_states({p: own for p, own in state.items() if own})
     for each in current.states:
         each.take_over_writes()
     return restored(setup, current, state, progress(setup, current), setup.groups)[1]
