@@ -1,20 +1,17 @@
-"""torch.distributed.checkpoint carries an optimizer's state, whatever its options: in memory, where it walks the live
-one, and by files, as PyTorch's own recipe has it, or by way of make_room into a new optimizer."""
+"""torch.distributed.checkpoint carries an optimizer's state, whatever its options, with no call of ours but
+`optimizer.synchronize()`: in memory, where it walks the live one, and by files, as PyTorch's own recipe has it."""
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint import state_dict as tools
 from torch.distributed.checkpoint.stateful import Stateful
 
-import onebit
 from tests.checkpoints import Holder
 from tests.onebit.checkpoint import states
-from tests.onebit.checkpoint.states import TWO_GROUPS, checkpoint, trained
+from tests.onebit.checkpoint.states import TWO_GROUPS, checkpoint, one_of, trained
 from tests.onebit.runs import Case, bits, on_ranks, on_warnings, run, same, snapshot, take
-from tests.ranks import group, run_ranks
+from tests.ranks import group, run_ranks, run_ranks_once
 
 OPTIONS = {
     "default": {},
@@ -23,20 +20,25 @@ OPTIONS = {
     "offloaded": {"cpu_offload": True},
     "flattened and offloaded": {"flatten_optimizer_state_dict": True, "cpu_offload": True},
 }
-FLATTENED, FREEZE = tools.StateDictOptions(**OPTIONS["flattened"]), {"freeze_step": 3}
-CASE, TENSOR = Case(options=FREEZE), {"scale": "tensor", "chunks": 2}
+FREEZE, TENSOR = {"freeze_step": 3}, {"scale": "tensor", "chunks": 2}
 
 
 # In memory
 
 
-CARRIED = [  # optimizer, option, steps there, steps here, more options; by files there are others
+CARRIED = [  # optimizer, option, steps there, steps here, more of the case; by files there are others
     ("OneBitAdam", "default", 2, 6, {}),
     ("OneBitLamb", "flattened and offloaded", 2, 3, {}),
     ("ZeroOneAdam", "offloaded", 2, 0, {}),
     ("OneBitLamb", "flattened", 6, 5, {}),
     ("ZeroOneAdam", "full", 6, 5, {}),
     ("OneBitAdam", "full", 6, 0, {}),
+    # from one stage into the other, or into an optimizer that has taken no step
+    ("OneBitAdam", "flattened", 6, 0, {}),
+    ("OneBitAdam", "flattened", 2, 6, {}),
+    ("OneBitLamb", "flattened", 6, 2, TENSOR),
+    ("OneBitLamb", "flattened", 6, 0, {"dtype": "bfloat16"}),
+    ("ZeroOneAdam", "flattened", 6, 2, {"update_limit": "auto"}),
     # of what "auto" compares, three rows of numbers here and none there, or the other way round
     ("OneBitAdam", "flattened", 4, 0, states.AUTO),
     ("OneBitLamb", "full", 1, 4, states.AUTO),
@@ -47,64 +49,89 @@ CARRIED = [  # optimizer, option, steps there, steps here, more options; by file
 @on_ranks(2)
 def test_a_state_goes_on_bit_for_bit(rank, kind, name, steps, there, more):
     """The state of `steps` steps by way of torch into an optimizer that has taken `there` others."""
-    case, options = Case(kind, options={**FREEZE, **more}, groups=TWO_GROUPS), tools.StateDictOptions(**OPTIONS[name])
+    dtype, more = more.get("dtype", "float32"), {k: v for k, v in more.items() if k != "dtype"}
+    case = Case(kind, dtype=dtype, options={**FREEZE, **more}, groups=TWO_GROUPS)
+    options = tools.StateDictOptions(**OPTIONS[name])
     params, optimizer = trained(case, rank, steps, group())
+    optimizer.synchronize()
     carried = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=options))
     again, other = trained(case.but(seed=1), rank, there, group())
     states.set_parameters(again, params)
-    tools.set_optimizer_state_dict(Holder(again), other, carried, options=options)
+    with on_warnings("ignore", message="state_dict"):  # torch asks for the state that is replaced
+        tools.set_optimizer_state_dict(Holder(again), other, carried, options=options)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
     states.assert_go_on_alike(case, rank, (params, optimizer), (again, other), steps + 1, steps + 4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps", "there"),
-    [("OneBitAdam", 2, 6), ("OneBitLamb", 6, 2), ("OneBitLamb", 6, 0), ("ZeroOneAdam", 6, 2)],
-)
-def test_a_flattened_state_of_another_stage_needs_room(kind, steps, there):
-    """torch looks in it only for what the optimizer has."""
-    case = Case(kind, options=FREEZE, groups=TWO_GROUPS)
-    params, optimizer = trained(case, 0, steps)
-    flat = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=FLATTENED))
-    again, other = trained(case.but(seed=1), 0, there)
-    before = snapshot(other.state_dict())
-    if there > 0:
-        with pytest.raises(ValueError, match=r"call onebit\.make_room first"):
-            tools.set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
-    assert same(snapshot(other.state_dict()), before)
-    onebit.make_room(flat, Holder(again), other)
-    tools.set_optimizer_state_dict(Holder(again), other, flat, options=FLATTENED)
-    assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
+def to_rank_0(rank, size, case):
+    """As PyTorch's recipe writes one file: other ranks have nothing."""
+    options = tools.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    params, optimizer = trained(case, rank, 6, group())
+    optimizer.synchronize()
+    carried = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=options))
+    assert bool(carried) == (rank == 0)
+    state, values = checkpoint(params, optimizer)
+    run(case, rank, optimizer, params, 7, 9)
+    return carried, state, values, bits(params)
 
 
-def test_a_flattened_state_of_a_run_to_which_a_parameter_was_added_needs_room():
-    """torch leaves out that it was, and the freeze would not know."""
+def from_rank_0(rank, size, case, carried, values):
+    options = tools.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    params, optimizer = trained(case.but(seed=1), rank, 0, group())
+    states.set_parameters(params, values)
+    tools.set_optimizer_state_dict(Holder(params), optimizer, carried if rank == 0 else {}, options=options)
+    state = snapshot(optimizer.state_dict())
+    run(case, rank, optimizer, params, 7, 9)
+    return state, bits(params)
+
+
+BROADCAST = [  # optimizer, more of the case, ranks there and here, ranks a node there and here
+    ("OneBitAdam", {}, 2, 3, 1, 1),
+    ("OneBitLamb", {"options": {**FREEZE, **TENSOR}}, 3, 2, 1, 1),
+    ("ZeroOneAdam", {"dtype": "bfloat16"}, 4, 2, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "more", "there", "size", "each", "each_here"), BROADCAST, ids=str)
+def test_rank_0s_state_is_broadcast_to_all(kind, more, there, size, each, each_here):
+    """Bit for bit on as many ranks; on others all of the state. torch broadcasts over all ranks there are."""
+    case = Case(kind, groups=TWO_GROUPS, **{"options": FREEZE, "each": each, **more})
+    found = run_ranks_once(there, to_rank_0, (case,))
+    (carried, saved, values, end), *_ = found
+    assert all(same(own[1:], found[0][1:]) for own in found)
+    for ranks, own in ((there, case), (size, case.but(each=each_here))):
+        loaded = run_ranks_once(ranks, from_rank_0, (own, carried, values))
+        assert all(same(state["state"], saved["state"]) for state, _ in loaded)
+        assert ranks != there or {its_end for _, its_end in loaded} == {end}
+
+
+def test_a_flattened_state_of_a_run_to_which_a_parameter_was_added():
+    """The freeze has to know that it was, and when."""
     case = Case(shapes=((40,), (33,)), groups=TWO_GROUPS, options={"freeze_step": 4})
+    options = tools.StateDictOptions(**OPTIONS["flattened"])
     params = case.parameters()
     optimizer = case.but(groups=({},)).build(params[:1])
     for step in range(1, 4):
         if step == 3:
             optimizer.add_param_group({**TWO_GROUPS[1], "params": params[1:]})
         take(case, 0, optimizer, params, step)
-    carried = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=FLATTENED))
+    carried = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=options))
     again, other = trained(case, 0, 0)
     states.set_parameters(again, params)
-    with pytest.raises(ValueError, match="the state has no joined_after_step, with which it was saved"):
-        tools.set_optimizer_state_dict(Holder(again), other, snapshot(carried), options=FLATTENED)
-    onebit.make_room(carried, Holder(again), other)
-    tools.set_optimizer_state_dict(Holder(again), other, carried, options=FLATTENED)
+    tools.set_optimizer_state_dict(Holder(again), other, carried, options=options)
+    assert float(other.state_dict()["state"][1]["joined_after_step"]) == 2
     states.assert_go_on_alike(case, 0, (params, optimizer), (again, other), 4, 6)
 
 
 def test_what_an_optimizer_has_beside_a_full_state_is_not_loaded_with_it():
-    """torch puts the two together. Here one had elements without a variance, and LAMB a field for them."""
+    """Here one had elements without a variance, and LAMB a field for them."""
     case = Case("OneBitLamb", options=FREEZE)
     params, optimizer = trained(case, 0, 6)
     options = tools.StateDictOptions(full_state_dict=True)
     full = snapshot(tools.get_optimizer_state_dict(Holder(params), optimizer, options=options))
     with pytest.warns(UserWarning, match="without a variance"):
         again, other = trained(case.but(untouched=((0, 2, 9),)), 0, 6)
-    assert "counted_bits" in other.state[again[0]]
+    assert not other.state_dict()["state"][0]["counted"].all()
     tools.set_optimizer_state_dict(Holder(again), other, full, options=options)
     assert same(snapshot(other.state_dict()), snapshot(optimizer.state_dict()))
 
@@ -128,6 +155,7 @@ def test_what_is_saved_is_in_the_live_state_under_the_same_names(rank, kind, opt
         assert [int(optimizer.state[p]["step"]) for p in params] == [step - 1] * 4
         take(case, rank, optimizer, params, step)
         if step % 2 == 0:
+            optimizer.synchronize()
             saved = optimizer.state_dict()
             assert all(set(optimizer.state[p]) == set(saved["state"][i]) for i, p in enumerate(params))
             assert optimizer.param_groups[0].keys() == saved["param_groups"][0].keys()
@@ -168,6 +196,7 @@ def seen(case, rank, params, optimizer, steps):
 
 def saving(rank, size, case, folder, how, steps):
     params, optimizer = trained(case, rank, steps, group())
+    optimizer.synchronize()
     dcp.save(entries(how, params, optimizer), checkpoint_id=folder, process_group=group())
     return seen(case, rank, params, optimizer, steps)
 
@@ -175,9 +204,7 @@ def saving(rank, size, case, folder, how, steps):
 def loading(rank, size, case, folder, how, steps, new, values):
     """new: the optimizer is, else it has taken as many steps of another run."""
     params, optimizer = trained(case.but(seed=1), rank, 0 if new else steps, group())
-    if new:
-        onebit.make_room(folder, Holder(params), optimizer)
-    with on_warnings("error", message="the state does not hold the residuals"):
+    with on_warnings("ignore" if not new else "error", message="state_dict"):
         dcp.load(entries(how, params, optimizer), checkpoint_id=folder, process_group=group())
     if how == "alone":
         states.set_parameters(params, values)
@@ -191,77 +218,27 @@ ROWS = [  # optimizer, how, steps, new, ranks there, options, ranks here, ranks 
     ("OneBitAdam", "flattened", 6, True, 2, {}, 1, 1),
     ("OneBitLamb", "full", 6, True, 2, {}, 3, 1),
     ("ZeroOneAdam", "flattened and offloaded", 6, True, 2, {}, 2, 1),
+    ("OneBitLamb", "flattened", 6, True, 3, TENSOR, 2, 1),
     ("OneBitLamb", "alone", 2, False, 2, TENSOR, 2, 1),
-    ("OneBitAdam", "alone", 6, True, 1, {}, 1, 1),
+    ("OneBitAdam", "alone", 6, True, 2, {}, 3, 1),
     ("OneBitAdam", "default", 6, True, 4, {"reply": "direct", "dtype": "bfloat16"}, 4, 2),
-    ("OneBitLamb", "default", 6, True, 4, {"reply": 1, "chunks": 2}, 4, 2),
+    ("OneBitLamb", "default", 6, True, 4, {"reply": 1, "chunks": 2}, 2, 2),
 ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: ", ".join(map(str, row)))
 def test_dcp_carries_a_run(row, tmp_path):
-    """Bit for bit on as many ranks; on others stage 1 as it is, stage 2 with the mean residual."""
+    """Bit for bit on as many ranks; on others all of the state."""
     kind, how, steps, new, there, options, size, each = row
     options = {**FREEZE, **options}
     case = Case(kind, dtype=options.pop("dtype", "float32"), options=options, groups=TWO_GROUPS, each=each)
     before = run_ranks(there, saving, case, str(tmp_path), how, steps)
-    values = before[0][2]
-    if steps == 6 and there == 2:
-        assert not torch.equal(*(own[0]["state"][3][f"residual_of_rank_{r}"] for r, own in enumerate(before)))
+    saved, values = one_of([state for state, *_ in before]), before[0][2]
+    assert bool(saved["state"][0]["residual"].any()) == (steps == 6)
     after = run_ranks(there, loading, case, str(tmp_path), how, steps, new, values)
-    for (state, end, _), (again, its_end, _) in zip(before, after, strict=True):
-        assert same(state, again) and end == its_end
+    for (_, end, _), (again, its_end, _) in zip(before, after, strict=True):
+        assert same(saved, again) and end == its_end
     if size != there:
         after = run_ranks(size, loading, case, str(tmp_path), how, steps, new, values)
         assert len({end for _, end, _ in after}) == 1
-        if steps == 2:
-            assert same(after[0][0]["state"], before[0][0]["state"])
-        else:
-            here, was = (states.left_out([own[0] for own in of], case) for of in (after, before))
-            np.testing.assert_allclose(here, was, rtol=1e-5, atol=1e-6)
-
-
-# make_room
-
-
-def test_wrappers_are_no_part_of_names():
-    params, optimizer = trained(CASE, 0, 6)
-    plain = Holder(params)
-    wrapper = nn.ModuleDict({"module": plain})  # as DDP is, to names
-    flat, within = (tools.get_optimizer_state_dict(model, optimizer) for model in (plain, nn.Sequential(plain)))
-    compiled = nn.Sequential(torch.compile(plain))
-    for model, saved in ((wrapper, flat), (torch.compile(wrapper), flat), (compiled, within)):
-        resumed = CASE.build(params)
-        onebit.make_room(saved, model, resumed)
-        assert set(resumed.state[params[0]]) == set(optimizer.state[params[0]])
-
-
-def test_what_make_room_refuses_and_what_is_refused_after_it(tmp_path):
-    (params, optimizer), (_, saved) = trained(CASE, 0, 0), trained(CASE, 0, 6)
-    model, adamw = Holder(params), torch.optim.AdamW(params)
-    run(CASE, 0, adamw, params, 1, 1)
-    before = snapshot(optimizer.state_dict())
-    by_name = tools.get_optimizer_state_dict(model, saved.__class__(params))
-    renamed = {
-        k: {f"other.{n}": v for n, v in own.items()} if isinstance(own, dict) else own for k, own in by_name.items()
-    }
-    another = snapshot(saved.state_dict())
-    another["param_groups"][0]["onebit"]["version"] = 3
-    for source, error, match in (
-        (tmp_path / "nowhere", ValueError, "holds no checkpoint"),
-        (3, TypeError, "not a int"),
-        ({}, ValueError, "empty state.*broadcast_object_list"),
-        ({"optimizer": adamw.state_dict()}, ValueError, "no onebit optimizer's"),
-        (renamed, ValueError, "called by other names"),
-        ({"optimizer": another}, ValueError, "version 3"),
-    ):
-        with pytest.raises(error, match=match):
-            onebit.make_room(source, model, optimizer)
-    assert same(snapshot(optimizer.state_dict()), before)
-    onebit.make_room({"optimizer": saved.state_dict()}, model, optimizer)
-    with pytest.raises(ValueError, match="a step after make_room"):
-        run(CASE, 0, optimizer, params, 1, 1)
-    with pytest.raises(ValueError, match="nothing was loaded into what make_room has made"):
-        optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.load_state_dict(saved.state_dict())
-    assert same(snapshot(optimizer.state_dict()), snapshot(saved.state_dict()))
+        assert same(one_of([state for state, *_ in after])["state"], saved["state"])
