@@ -18,7 +18,7 @@ from tests.onebit.checkpoint.states import (
     save_run,
     trained,
 )
-from tests.onebit.runs import Case, on_ranks, on_warnings, same, snapshot, take
+from tests.onebit.runs import Case, kinds, on_ranks, on_warnings, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 A, L, Z = "OneBitAdam", "OneBitLamb", "ZeroOneAdam"
@@ -141,6 +141,29 @@ def test_a_full_step_sees_all_of_the_momentum(size, each):
     assert_near(after.e, before.e + 0.9 * m)
 
 
+def around_a_skipped_step(rank, size, case):
+    """The one state before it and after it."""
+    params, optimizer = trained(case, rank, 6, group())
+    found = []
+    for step in (7, 8):
+        optimizer.synchronize()
+        found.append(snapshot(optimizer.state_dict()))
+        take(case, rank, optimizer, params, step)
+    assert optimizer.skipped_steps == 1
+    return found
+
+
+@pytest.mark.parametrize(("size", "each"), [(3, 1), (4, 2)])
+@kinds
+def test_a_step_that_is_skipped_right_after_synchronize_loses_nothing(kind, size, each):
+    """Momentum was folded into the residual for it, once."""
+    case = case_of(kind, {}, (each,)).but(bad=((7, 1, np.nan),))
+    first, second = zip(*run_ranks(size, around_a_skipped_step, case), strict=True)
+    before, after = (meaning(one_of(of), case) for of in (first, second))
+    beta1 = per_element(case)
+    assert_near(beta1 * after.m + after.e, beta1 * before.m + before.e)
+
+
 LOSSES = {  # ranks there and here
     "the same ranks": (A, 3, 3),
     "other ranks": (L, 2, 3),
@@ -175,7 +198,7 @@ def test_a_state_without_synchronize_lacks_what_was_left_out_and_says_so(loss):
     states.assert_step(case, size, 7, lost, after, states.flat(case, values), loaded[0].params)
 
 
-@pytest.mark.parametrize("kind", [A, L, Z])
+@kinds
 def test_one_process_alone_needs_no_synchronize(kind):
     case = case_of(kind, {}, ())
     params, optimizer = trained(case, 0, 6)
