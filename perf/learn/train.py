@@ -102,6 +102,8 @@ class Learner:
             due = self._agreed(transport)
             if due != GO_ON:
                 reached.seconds = time.perf_counter() - start
+                if isinstance(optimizer, OneBitOptimizer):
+                    optimizer.synchronize()
                 checkpoint.save(state_of(model, optimizer, reached, losses), transport)
             if due == STOP and reached.step < run.steps:
                 return reached.step

@@ -203,7 +203,9 @@ def trained(rank, size, case, transport=None):
     params = case.parameters()
     optimizer = case.build(params, transport or group())
     training.run(case, rank, optimizer, params, 1, case.steps)
-    return snapshot(optimizer.state_dict()), bits(params), optimizer.wire_bytes
+    exchanges = [reducer.exchange for reducer in optimizer.current.reducers]
+    left_out = [residual.left_out() for exchange in exchanges for residual in exchange.residuals.values()]
+    return snapshot(optimizer.state_dict()), bits(params), optimizer.wire_bytes, bits(left_out)
 
 
 @kinds

@@ -177,6 +177,7 @@ def with_a_layer_apart(rank: int, mesh: Any, kind: str) -> list[bytes]:
         trained(rank, net, optimizer, 9)
         assert optimizer.compressing and len(optimizer.current.uncompressed) == 1
         ends.append(bits(whole(net)))
+    optimizer.synchronize()
     state = snapshot(optimizer.state_dict())
     optimizer.load_state_dict(state)
     assert same(parts_of(optimizer.state_dict()), parts_of(state))
