@@ -236,7 +236,7 @@ class OneBitOptimizer(Progress):
             self.after_step.extend(current.freeze(self.setup))
             self.install(current)
         kind = kind_of_step(self.setup, current)
-        if not self.begun:
+        if current.momentum_is_dense and not self.begun:
             current.use_momentum(self.setup, kind)
         self.coming = step = STEPS[kind](self.setup, current, self.gradients)
         if current.parts and not self.begun:
