@@ -254,15 +254,20 @@ class Exchange(ABC):
 
     def merge_residuals(self, wire_dtype: torch.dtype | None = None) -> None:
         """e = mean_j(e_j) + E on every rank, and E = 0: what compression has left out is the same on all. A collective
-        call. wire_dtype: what travels, where it is narrower than fp32."""
+        call. wire_dtype: what travels, where it is narrower than fp32.
+
+        Where an all-reduce does not end, each chunk is as it was, or merged.
+        """
         self.materialize()
         for chunk in self.chunks:
-            if chunk.server is not None:
-                shard, left_out = chunk.server.shard, chunk.server.residual.value
-                own = chunk.residual.value.narrow(0, shard.start - chunk.slice.start, shard.elements)
-                own.add_(left_out, alpha=self.transport.size)
-                left_out.zero_()
-        average_([self.residual.value], self.transport, wire_dtype=wire_dtype, phase="averaging residuals (all-reduce)")
+            mean, server = chunk.residual.value.clone(), chunk.server
+            if server is not None:
+                own = mean.narrow(0, server.shard.start - chunk.slice.start, server.shard.elements)
+                own.add_(server.residual.value, alpha=self.transport.size)
+            average_([mean], self.transport, wire_dtype=wire_dtype, phase="averaging residuals (all-reduce)")
+            chunk.residual.value.copy_(mean)
+            if server is not None:
+                server.residual.value.zero_()
 
     def gathered_residual(self) -> Tensor:
         """e of every slice, in the order of the layout: fp32 [elements]. With nodes a collective call of this one."""

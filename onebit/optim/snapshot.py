@@ -84,21 +84,25 @@ class Part:
             return [state.view(RESIDUAL.name, i) for i in range(len(state.params))]
         return [state.cut(flat, i) for i in range(len(state.params))]
 
-    def merge(self, setup: Setup) -> None:
-        """See `Snapshot.merge`."""
+    def make_momentum_dense(self, setup: Setup) -> None:
+        """The field "exp_avg" has m, and no message has it any more."""
         state, reducer = self.state, self.reducer
         assert reducer is not None
-        self.separate_momentum(setup)
         if MOMENTUM.name not in state:
             m = self.last_momentum(setup.algorithm)
             state.add(MOMENTUM)
             for i, of_parameter in enumerate(m):
                 state.view(MOMENTUM.name, i).copy_(of_parameter)
-        reducer.exchange.merge_residuals(setup.options.gradient_dtype)
         reducer.exchange.clear_replies(torch.zeros(1, dtype=torch.int32, device=state.device))
         self.local = None
-        if state.slices > 1:
-            self.gathered = reducer.exchange.gathered_residual().cpu()
+
+    def merge_residuals(self, setup: Setup) -> None:
+        """A collective call."""
+        assert self.reducer is not None
+        exchange = self.reducer.exchange
+        exchange.merge_residuals(setup.options.gradient_dtype)
+        if self.state.slices > 1:
+            self.gathered = exchange.gathered_residual().cpu()
 
     def separate_momentum(self, setup: Setup) -> None:
         """Take m out of the residual again, where no step was taken since it was added."""
@@ -249,11 +253,23 @@ class Snapshot:
             part.local.go_on(progress[i], None if before is None else before.parts[i].local)
 
     def merge(self, setup: Setup) -> None:
-        """Stage 2: one state of those of all ranks, as it is saved and loaded. A collective call."""
+        """Stage 2: one state of those of all ranks, as it is saved and loaded. A collective call.
+
+        Where it does not end, since a rank died, this rank has its own residuals still, or the mean, chunk by chunk.
+        Messages are as they were: others may need them to finish the exchange before, see onebit.elastic.halfway.
+        """
+        self.separate_momentum(setup)
         for part in self.compressed_parts:
-            part.merge(setup)
+            part.merge_residuals(setup)
+        for part in self.compressed_parts:
+            part.make_momentum_dense(setup)
         self.merged = self.momentum_is_dense = True
-        self.momentum_is_folded = False
+
+    def separate_momentum(self, setup: Setup) -> None:
+        """See `Part.separate_momentum`."""
+        for part in self.compressed_parts:
+            part.separate_momentum(setup)
+        self.momentum_is_dense, self.momentum_is_folded = self.momentum_is_dense or self.momentum_is_folded, False
 
     def use_momentum(self, setup: Setup, kind: Kind) -> None:
         """A step begins, of this kind: see `Part.use_momentum`."""
@@ -267,9 +283,7 @@ class Snapshot:
     def owed(self, setup: Setup) -> dict[Tensor, Tensor]:
         """What this rank has left out of the mean of every parameter, fp32, in the parameter's shape."""
         found = {}
-        for part in self.compressed_parts:
-            part.separate_momentum(setup)
-        self.momentum_is_dense, self.momentum_is_folded = self.momentum_is_dense or self.momentum_is_folded, False
+        self.separate_momentum(setup)
         for reducer in self.reducers:
             state = reducer.state
             for i, p in enumerate(state.params):

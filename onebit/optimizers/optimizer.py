@@ -189,8 +189,8 @@ class OneBitOptimizer(Progress):
         if not self.synchronized:
             self.end_local_steps()
         self.catch_up()
-        self.current.merge(self.setup)
         self.begun = False  # the coming step finds another momentum
+        self.current.merge(self.setup)
 
     def check_synchronize(self) -> None:
         """A ValueError where this rank can't synchronize."""
