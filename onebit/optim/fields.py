@@ -43,6 +43,8 @@ MOMENTUM = Field("exp_avg")
 """In stage 2 from a save or a load until the next step begins: m, of which no message and no residual has anything."""
 FOLDED_MOMENTUM = Field("folded_momentum", saved=False, always=False)
 """m that was added to the residual, for those that need it until the next compressed step was taken."""
+LAST_MOMENTUM = Field("last_momentum", saved=False, always=False)
+"""m that local steps have begun from and no message has, until the next exchange."""
 RESIDUAL = Field("residual", per="slice", required=False, same_on_all_ranks=False)
 VARIANCE = Field("exp_avg_sq", values="non-negative", shown_as="variance_norm")
 JOINED = Field("joined_after_step", per="parameter", values="whole", required=False, always=False)

@@ -30,7 +30,7 @@ from onebit.collectives.undo import Undo
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.passes import Compress, Floors, Gradients, Parameters, ZeroOneLocal, ZeroOneSync
-from onebit.optim.fields import LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
+from onebit.optim.fields import LAST_MOMENTUM, LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
 
@@ -136,6 +136,8 @@ class LocalSteps:
             state.layout.all(), Parameters(state.parameters, state.get("master")), state[VARIANCE.name],
             state[OWN_MOMENTUM.name], state[ANCHOR.name], total, hyper, floors_of(state), self.decay, factor, clip,
         ))  # fmt: skip
+        if LAST_MOMENTUM.name in state:
+            state.remove(LAST_MOMENTUM.name)
         self._moved.zero_()
         self._has_replies = True
         self._of_replies.copy_(factor)

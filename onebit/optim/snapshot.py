@@ -28,7 +28,7 @@ from onebit.kernels.data.bits import packed
 from onebit.kernels.streams import capturing
 from onebit.optim import held
 from onebit.optim.algorithm import Algorithm, Kind, LocalSteps
-from onebit.optim.fields import FOLDED_MOMENTUM, JOINED, MASTER, MOMENTUM, RESIDUAL
+from onebit.optim.fields import FOLDED_MOMENTUM, JOINED, LAST_MOMENTUM, MASTER, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import correct_joined_, report_freeze, warn_of_zeros
 from onebit.optim.limit import LEAST, USUAL, UpdateLimit
@@ -71,7 +71,7 @@ class Part:
     def last_momentum(self, algorithm: Algorithm) -> list[Tensor]:
         """Stage 2: m of the last step, fp32, a tensor a parameter."""
         state = self.state
-        for name in (MOMENTUM.name, FOLDED_MOMENTUM.name):
+        for name in (MOMENTUM.name, FOLDED_MOMENTUM.name, LAST_MOMENTUM.name):
             if name in state:
                 return [state.view(name, i) for i in range(len(state.params))]
         assert self.reducer is not None
@@ -118,11 +118,12 @@ class Part:
         self.gathered = None
         if kind == "full":
             return
-        if kind == "1 bit":
-            reducer.add_to_residual(state[MOMENTUM.name], self._beta1s(setup))
-        else:
+        if kind != "1 bit":
             algorithm.start_from_momentum(state, reducer)
-        if kind == "1 bit" and (algorithm.needs_previous_momentum or setup.options.elastic):
+            state.rename(MOMENTUM.name, LAST_MOMENTUM)
+            return
+        reducer.add_to_residual(state[MOMENTUM.name], self._beta1s(setup))
+        if algorithm.needs_previous_momentum or setup.options.elastic:
             state.rename(MOMENTUM.name, FOLDED_MOMENTUM)
         else:
             state.remove(MOMENTUM.name)
