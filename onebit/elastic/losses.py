@@ -21,7 +21,9 @@ def warn_of_losses(setup: Setup, current: Snapshot, members: Members) -> None:
     if not gone or not current.reducers or members.everyone.rank != members.stayers[0]:
         return
     exchanges = [reducer.exchange for reducer in current.reducers]
-    m = _norm([m for reducer in current.reducers for m in reducer.momentum()])
+    dense = current.momentum_is_dense
+    parts = ((part, reducer) for part in current.parts if (reducer := part.reducer) is not None)
+    m = _norm([m for p, r in parts for m in (p.last_momentum(setup.algorithm) if dense else r.momentum())])
     own = [exchange.residual.left_out() for exchange in exchanges]
     served = [exchange.server_residual.left_out() for exchange in exchanges if exchange.server_residual is not None]
     names = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"

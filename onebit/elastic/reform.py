@@ -188,7 +188,7 @@ class _Own:
             return
         gathered(everyone, self.device, self._check_between_steps, _LEAVING)
         self.awaited = True
-        owed = self.inner.current.owed(self.inner.setup)
+        owed = self._owed()
         for j, rank in enumerate(sorted(leaving)):
             heir = staying[j % len(staying)]
             if everyone.rank == rank:
@@ -207,10 +207,17 @@ class _Own:
                 "reform on those that are left, without leaving="
             )
 
+    def _owed(self) -> dict[Tensor, Tensor]:
+        """By this rank itself."""
+        found = self.inner.current.owed(self.inner.setup)
+        if self.inner.current.momentum_is_dense:
+            self.inner.begun = False  # the coming step puts m where it reads it once more, should ranks not change
+        return found
+
     def _save(self, members: Settlement) -> None:
         """What this rank has now, beside what others have handed over."""
         setup, current = self.inner.setup, self.inner.current
-        for p, owed in current.owed(setup).items():
+        for p, owed in self._owed().items():
             self.owed[p] = self.owed[p] + owed if p in self.owed else owed
         self.saved, self.numbers = schema.save(setup, current, residuals=False), schema.progress(setup, current)
         self.numbers["steps"] += members.left_out
@@ -258,6 +265,12 @@ class _Own:
     def _restored(self, topology: Topology, received: Shared | None) -> tuple[list[dict[str, Any]], Snapshot]:
         """What each param group is updated with, and the state as the new ranks cut it."""
         setup, current = replace(self.inner.setup, topology=topology), self.inner.current
+        for p, owed in self.owed.items():
+            if not bool(owed.isfinite().all()):
+                raise ValueError(
+                    f"the residual of parameter {setup.name_of(p)} is not finite, as no run leaves it: the state is "
+                    f"damaged. Load the last checkpoint"
+                )
         if received is not None:
             return received.restored(setup, current)
         return restore.restored(setup, current, self.saved, self.numbers, setup.groups)
