@@ -16,7 +16,7 @@ import onebit
 from tests import oracle
 from tests.collectives.work import logged
 from tests.onebit.checkpoint.states import other_parameters
-from tests.onebit.optim.simulation import After, after
+from tests.onebit.optim.simulation import After, after, as_numpy
 from tests.onebit.runs import Case, on_warnings, take
 from tests.ranks import MOST, group, run_ranks
 
@@ -47,6 +47,7 @@ class Move:
     at: int  # the step after which ranks change
     in_good_order: bool = False
     each: int = 1  # ranks a node, after it
+    saves: int = 0  # the step after which ranks synchronize, as for a save
 
     @property
     def now(self) -> Case:
@@ -80,6 +81,7 @@ class Moved:
 
     frozen: After | None = None  # where stage 1 had come to, if it was over
     before: After | None = None
+    momentum: np.ndarray | None = None  # then, of all parameters, in stage 2
     later: list[After] = field(default_factory=list)  # after the reform, and after each step from there
     rates: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -122,11 +124,17 @@ def _moved(rank: int, move: Move) -> Moved:
     if was:
         for step in range(1, move.at + 1):
             take(case, move.there.index(rank), optimizer, params, step)
+            if step == move.saves:
+                optimizer.synchronize()
             if step == case.options.get("freeze_step") and step < move.at:
                 found.frozen = after(step, "", optimizer, ordered)
         for g in optimizer.param_groups:
             g["lr"] *= RATE  # as a schedule leaves it
         found.before = after(move.at, "", optimizer, ordered)
+        optimizer.catch_up()
+        for part in optimizer.current.compressed_parts:
+            m = part.last_momentum(optimizer.setup.algorithm)
+            found.momentum = np.concatenate([as_numpy(each).ravel() for each in m])
     if is_there or move.leaving:
         ranks = move.now.ranks(now)["process_group"] if is_there else None
         with logged("%(levelname)s %(message)s") as found.said:

@@ -93,6 +93,13 @@ MOVES = {
     "the first leaves before local steps": Move(case(Z, **SYNCS), *FIRST, 7),
     "one for another": Move(case(A), *OTHER, 6),
     "one for another, stage 1": Move(case(Z, **FULL), *OTHER, 2),
+    "2 to 3, saved": Move(case(A, elastic=True), range(2), range(3), 6, saves=6),
+    "3 to 2, saved, in good order": Move(case(L, **CHUNKS), range(3), range(2), 6, in_good_order=True, saves=6),
+    "2 to 3, saved before a step": Move(case(L), range(2), range(3), 7, saves=6),
+    "2 x 2 to 3, saved": Move(case(L, **AUTO).but(each=2), range(4), range(3), 6, saves=6),
+    "one between leaves, saved before a full step": Move(case(Z, **FULL), *BETWEEN, 4, saves=4),
+    "one joins in front, saved before a local step": Move(case(Z, **LOCAL), *FRONT, 9, saves=8),
+    "one for another, saved before two local steps": Move(case(Z, **SYNCS), *OTHER, 14, saves=12),
     "2 to 3, bfloat16": Move(case(L).but(dtype="bfloat16"), range(2), range(3), 6),
 }
 
@@ -144,8 +151,10 @@ def check_fields(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None
             skipped |= {"own_momentum", "master"}
         elif first.fields.get("taken") == 0:
             skipped |= {"anchor", "own_momentum", "weights", "decay", "taken"}
+        if own.later[0].e is not None:
+            skipped |= {"exp_avg", "folded_momentum", "last_momentum"}
         kept = (own_before or first).fields.keys() - skipped
-        assert own.later[0].fields.keys() - skipped - {"first_momentum"} == first.fields.keys() - skipped
+        assert own.later[0].fields.keys() - skipped == first.fields.keys() - skipped
         for name in kept:
             value, before = own.later[0].fields[name], (own_before or first).fields[name]
             if value.ndim and value.shape != (len(move.case.shapes),):
@@ -153,37 +162,21 @@ def check_fields(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None
             assert np.array_equal(value, before), name
 
 
-def folded(move: Move) -> bool:
-    """Whether messages of the group before are none of the group now: m is then in the residuals of all ranks."""
-    return move.case.options.get("scale") == "tensor" or (
-        is_direct(move.case, len(move.there)) or is_direct(move.now, len(move.here))
-    )
-
-
-def momentum(move: Move, old: Sequence[Moved]) -> tuple[np.ndarray, np.ndarray]:
-    """m before, and beta1 m."""
-    before, beta1 = old[0].before, []
-    assert before is not None and before.m is not None
-    for p in move.case.order:
-        betas: Any = GROUPS[move.case.group_of(p)].get("betas", (0.9, 0.999))
-        beta1.append(np.full(int(np.prod(move.case.shapes[p])), betas[0]))
-    m = flat(plan(move.case, len(old)), before.m)
-    return m, np.concatenate(beta1) * m
-
-
 def check_residuals(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None:
-    """Each rank's, and that servers owe nothing. m is the same, or in the residuals of all ranks."""
+    """Each rank's, and that servers owe nothing. m is dense, or local steps have begun from it; no message has it."""
     layout, wanted = plan(move.now, len(now)), expected(move, old)
-    m, beta1_m = momentum(move, old)
     largest = max(np.abs(e).max() for e in wanted)
     for rank, (own, want) in enumerate(zip(now, wanted, strict=True)):
         later = own.later[0]
         assert later.m is not None and later.E is not None
-        assert not np.any(flat(layout, later.E))
-        assert np.array_equal(flat(layout, later.m), 0 * m if folded(move) else m)
-        in_residuals = folded(move) and not moved_alone(old)
-        got = own_e(layout, move.now, rank, later) - (beta1_m if in_residuals else 0)
-        assert np.abs(got - want).max() <= EXACT * largest, f"rank {rank}"
+        assert not np.any(flat(layout, later.E)) and not np.any(flat(layout, later.m))
+        assert np.array_equal(flat(layout, later.fields[dense_name(old)]), old[0].momentum)
+        assert np.abs(own_e(layout, move.now, rank, later) - want).max() <= EXACT * largest, f"rank {rank}"
+
+
+def dense_name(old: Sequence[Moved]) -> str:
+    """The field that has m after a reform of stage 2."""
+    return "last_momentum" if moved_alone(old) else "exp_avg"
 
 
 def check_said(move: Move, now: Sequence[Moved]) -> None:
@@ -210,17 +203,21 @@ def check_more_steps(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> 
         for name in ("anchor", "own_momentum"):
             of_sync[name] = layout.flatten(split(move, flat(plan(move.case, len(old)), first.fields[name])))
         start = [replace(own, fields={**own.fields, **of_sync}) for own in start]
-    if start[0].e is not None and folded(move) and not moved_alone(old):
-        m, beta1_m = (layout.flatten(split(move, each)) for each in momentum(move, old))
-        start = [replace(own, e=own.e - beta1_m, m=m) for own in start]
+    if start[0].e is not None:
+        factors = np.repeat(start[0].fields.get("momentum_factor", np.ones(len(move.case.shapes))), numels(move))
+        sent = np.divide(old[0].momentum, factors, out=np.zeros(len(factors)), where=factors > 0)
+        start = [replace(own, m=layout.flatten(split(move, sent))) for own in start]
     start = [each[0] for each in of_senders(after, [[own] for own in start], of(after, len(now) // move.each))]
     earlier = [[old[0].frozen] * len(start)] if old[0].frozen else []
     check(after, [own.later[1:] for own in now], of, [*earlier, start])
 
 
 def split(move: Move, values: np.ndarray) -> list[np.ndarray]:
-    ends = np.cumsum([int(np.prod(move.case.shapes[p])) for p in move.case.order])[:-1]
-    return np.split(values, ends)
+    return np.split(values, np.cumsum(numels(move))[:-1])
+
+
+def numels(move: Move) -> list[int]:
+    return [int(np.prod(move.case.shapes[p])) for p in move.case.order]
 
 
 def test_ranks_change_again_and_again() -> None:

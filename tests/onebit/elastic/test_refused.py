@@ -18,7 +18,8 @@ from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport
 from tests.faults.striking import SCATTER
 from tests.onebit.elastic.failing import Failing, Failure
-from tests.onebit.runs import Case, assert_message, bits, nodes_of, on_ranks, refused, run, snapshot, take, unchanged
+from tests.onebit.elastic.test_halfway import residuals_of, state_of
+from tests.onebit.runs import Case, assert_message, bits, nodes_of, on_ranks, refused, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
 CASE = Case(options={"freeze_step": 3}, groups=({}, {"lr": 3e-3}))
@@ -93,10 +94,10 @@ def test_a_reform_that_does_not_fit_changes_nothing(rank: int, size: int, name: 
     warnings.simplefilter("ignore", UserWarning)
     made, _, each, words = REFUSED[name]
     optimizer, params = made(rank)
-    before, x = snapshot(optimizer.state_dict()), bits(params)
+    before = state_of(optimizer, params)
     with refused(ValueError, *words):
         onebit.reform(optimizer, group(size) if each == 1 else nodes_of(group(size), each))
-    assert bits(params) == x and unchanged(snapshot(optimizer.state_dict()), before)
+    assert same(state_of(optimizer, params), before)
 
 
 class NotCopied:
@@ -116,25 +117,18 @@ def another_value(optimizer: Any, params: Any) -> Iterator[None]:
 @contextmanager
 def another_state(optimizer: Any, params: Any) -> Iterator[None]:
     own = optimizer.state[params[0]]
-    optimizer.state[params[0]] = {**own, "denominator": own["denominator"].clone()}
+    optimizer.state[params[0]] = {**own, "residual": own["residual"].clone()}
     yield
     optimizer.state[params[0]] = own
 
 
 @contextmanager
 def a_damaged_residual(optimizer: Any, params: Any) -> Iterator[None]:
-    residual = optimizer.state[params[0]]["residual_of_rank_1"]
+    residual = optimizer.state[params[0]]["residual"]
     before = residual.clone()
     residual.fill_(float("nan"))
     yield
     residual.copy_(before)
-
-
-@contextmanager
-def room(optimizer: Any, params: Any) -> Iterator[None]:
-    optimizer.install(optimizer.current, ({p: {} for p in params}, {}))
-    yield
-    optimizer.install(optimizer.current)
 
 
 @contextmanager
@@ -146,13 +140,12 @@ def another_shape(optimizer: Any, params: Any) -> Iterator[None]:
 
 WRONG_ON_ONE = {  # what is wrong on rank 1, ranks and ranks a node of the new group, the error, and its words
     "optimizer.state was changed": (another_state, 2, 1, ValueError, "rank 1: the state of parameter"),
-    "make_room, and no load": (room, 3, 1, ValueError, "rank 1: a step after make_room"),
     "at_last_sync": (lambda own, _: own.at_last_sync(), 3, 1, ValueError, "rank 1: reform within at_last_sync"),
     "another shape": (another_shape, 3, 1, ValueError, "rank 1 has checksum of shapes"),
     "JSON can't hold": (another_value, 3, 1, ValueError, "rank 1: 'name' of param group 0 is a NotCopied"),
     "no copy": (another_value, 2, 1, RuntimeError, "rank 1: a lock can't be copied"),
-    "a damaged residual": (a_damaged_residual, 3, 1, ValueError, "rank 1: residual_of_rank_1 of parameter"),
-    "a damaged residual, on a node": (a_damaged_residual, 4, 2, ValueError, "rank 1: residual_of_rank_1 of parameter"),
+    "a damaged residual": (a_damaged_residual, 3, 1, ValueError, "rank 1: the residual of parameter"),
+    "a damaged residual, on a node": (a_damaged_residual, 4, 2, ValueError, "rank 1: the residual of parameter"),
 }
 
 
@@ -176,7 +169,8 @@ def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(rank: in
 
 
 def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    return (value for own in optimizer.state_dict()["state"].values() for value in own.values())
+    yield from (value for own in optimizer.state_dict()["state"].values() for value in own.values())
+    yield from residuals_of(optimizer)
 
 
 @pytest.mark.parametrize("wrong", [another_state, another_value])
