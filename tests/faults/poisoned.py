@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import tempfile
 import zlib
@@ -81,6 +82,8 @@ def _train(rank: int, plan: Plan, folder: str, poisoned: bool) -> Record:
     optimizer = case.build(params, group())
     for step in range(1, plan.steps + 1):
         poison = plan.poison(step)
+        if step > 1 and (step - 1) % plan.resume_every == 0 and not poisoned:
+            optimizer.synchronize()  # as the save does in the other run
         if poison and not poisoned:
             continue
         for g, values in enumerate(optimizer.param_groups):
@@ -101,9 +104,11 @@ def _train(rank: int, plan: Plan, folder: str, poisoned: bool) -> Record:
             params, optimizer = resumed(case, params, optimizer, f"{folder}/step-{step}")
             record.resumed += 1
     record.skipped = optimizer.skipped_steps
+    optimizer.synchronize()
     state = optimizer.state_dict()
-    for count in ("skipped_steps", "wire_bytes"):  # also of steps that were skipped
-        del state["param_groups"][0]["onebit"][count]
+    numbers = json.loads(state["param_groups"][0]["onebit"])
+    counting = ("skipped_steps", "wire_bytes")  # also of steps that were skipped
+    state["param_groups"][0]["onebit"] = {name: value for name, value in numbers.items() if name not in counting}
     record.end = digest([params, state])
     return record
 

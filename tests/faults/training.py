@@ -60,6 +60,7 @@ def train(case: Case, transport: Striking, folder: Path) -> str:
             if transport.rank == 0:
                 (folder / "latest.new").write_text(str(step))
                 os.replace(folder / "latest.new", folder / "latest")
+    optimizer.synchronize()
     return digest({"params": params, "state": optimizer.state_dict()})
 
 
