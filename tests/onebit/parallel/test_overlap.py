@@ -85,7 +85,7 @@ def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[st
                     end_step(now, case, rank, optimizer, params, step)
                 warned += [text for text in texts if "overlap" in text]
         if (now, step) != ("no_sync", 6):
-            one, other = ((o.synchronized and snapshot(o.state_dict()), bits(params), left_out(o)) for o, params in runs)
+            one, other = ((o.synchronized and snapshot(o.state_dict()), bits(p), left_out(o)) for o, p in runs)
             equal.append((one[0] is False or unchanged(one[0], other[0])) and one[1:] == other[1:])
     (optimizer, params), _ = runs
     return {
