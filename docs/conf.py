@@ -16,7 +16,7 @@ import onebit
 project = "onebit"
 author = "The onebit developers"
 version = release = version_of("onebit")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 root_doc = "README"
 html_theme = "furo"
 html_title = f"onebit {version}"

@@ -27,13 +27,13 @@ _LEAVING = "handing over residuals (send)"
 _JOINING = "handing a state to a rank that joins (send)"
 
 
-def send_owed(ranks: Ranks, to: int, place: int, owed: Sequence[Tensor], device: torch.device) -> None:
-    """owed: of every parameter, see `Snapshot.owed`. place: of the rank that owes this."""
-    send_tensors(ranks, to, {"place": place}, owed, device, _LEAVING)
+def send_shares(ranks: Ranks, to: int, place: int, shares: Sequence[Tensor], device: torch.device) -> None:
+    """Send the `Snapshot.residual_shares` of a rank that leaves. place: that of this rank."""
+    send_tensors(ranks, to, {"place": place}, shares, device, _LEAVING)
 
 
-def receive_owed(ranks: Ranks, source: int, device: torch.device) -> tuple[int, list[Tensor]]:
-    """What `send_owed` has sent: the place, and what was owed."""
+def receive_shares(ranks: Ranks, source: int, device: torch.device) -> tuple[int, list[Tensor]]:
+    """Receive what `send_shares` has sent: the place and the shares."""
     found, tensors = receive_tensors(ranks, source, device, _LEAVING)
     return found["place"], tensors
 

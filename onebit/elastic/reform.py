@@ -32,7 +32,7 @@ from onebit.collectives.transport.protocol import CollectiveError
 from onebit.elastic.halfway import Settlement
 from onebit.elastic.losses import warn_of_losses
 from onebit.elastic.members import Member, Members, facts_of_model, is_new
-from onebit.elastic.moving import Saved, Shared, receive_owed, send_owed
+from onebit.elastic.moving import Saved, Shared, receive_shares, send_shares
 from onebit.kernels.log import tell
 from onebit.optim.snapshot import Snapshot
 from onebit.optimizers.optimizer import OneBitOptimizer
@@ -103,7 +103,7 @@ class _Own:
 
     inner: OneBitOptimizer
     kept: list[int]  # the places in the old group of those whose residuals this rank goes on with
-    owed: dict[Tensor, Tensor] = field(default_factory=dict)  # what this rank goes on with of them
+    shares: dict[Tensor, Tensor] = field(default_factory=dict)  # what this rank goes on with of them
     saved: Saved = field(default_factory=dict)
     numbers: dict[str, Any] = field(default_factory=dict)
     awaited: bool = False  # whether ranks that leave wait to hear that others have gone on
@@ -151,7 +151,7 @@ class _Own:
         build = partial(self._restored, topology, received)
         gathered(members.everyone, self.device, lambda: built.append(build()), _BUILDING)
         ((groups, snapshot),) = built
-        snapshot.owe(self.owed)
+        snapshot.add_residual_shares(self.shares)
         if members.stayers:
             warn_of_losses(inner.setup, inner.current, members)
         if received is not None:
@@ -188,16 +188,16 @@ class _Own:
             return
         gathered(everyone, self.device, self._check_between_steps, _LEAVING)
         self.awaited = True
-        owed = self._owed()
+        shares = self._shares()
         for j, rank in enumerate(sorted(leaving)):
             heir = staying[j % len(staying)]
             if everyone.rank == rank:
-                send_owed(everyone, heir, self.kept[0], list(owed.values()), self.device)
+                send_shares(everyone, heir, self.kept[0], list(shares.values()), self.device)
             elif everyone.rank == heir:
-                place, theirs = receive_owed(everyone, rank, self.device)
+                place, theirs = receive_shares(everyone, rank, self.device)
                 self.kept.append(place)
-                for p, more in zip(owed, theirs, strict=True):
-                    self.owed[p] = self.owed[p] + more if p in self.owed else more
+                for p, more in zip(shares, theirs, strict=True):
+                    self.shares[p] = self.shares[p] + more if p in self.shares else more
 
     def _check_between_steps(self) -> None:
         self._check()
@@ -207,9 +207,9 @@ class _Own:
                 "reform on those that are left, without leaving="
             )
 
-    def _owed(self) -> dict[Tensor, Tensor]:
-        """By this rank itself."""
-        found = self.inner.current.owed(self.inner.setup)
+    def _shares(self) -> dict[Tensor, Tensor]:
+        """Those of this rank itself."""
+        found = self.inner.current.residual_shares(self.inner.setup)
         if self.inner.current.momentum_is_dense:
             self.inner.begun = False  # the coming step puts m where it reads it once more, should ranks not change
         return found
@@ -217,8 +217,8 @@ class _Own:
     def _save(self, members: Settlement) -> None:
         """What this rank has now, beside what others have handed over."""
         setup, current = self.inner.setup, self.inner.current
-        for p, owed in self._owed().items():
-            self.owed[p] = self.owed[p] + owed if p in self.owed else owed
+        for p, share in self._shares().items():
+            self.shares[p] = self.shares[p] + share if p in self.shares else share
         self.saved, self.numbers = schema.save(setup, current, residuals=False), schema.progress(setup, current)
         self.numbers["steps"] += members.left_out
         self.numbers["mean_norm"] = members.rows[members.stayers[0]].mean_norm  # a step may have ended on some alone
@@ -265,8 +265,8 @@ class _Own:
     def _restored(self, topology: Topology, received: Shared | None) -> tuple[list[dict[str, Any]], Snapshot]:
         """What each param group is updated with, and the state as the new ranks cut it."""
         setup, current = replace(self.inner.setup, topology=topology), self.inner.current
-        for p, owed in self.owed.items():
-            if not bool(owed.isfinite().all()):
+        for p, share in self.shares.items():
+            if not bool(share.isfinite().all()):
                 raise ValueError(
                     f"the residual of parameter {setup.name_of(p)} is not finite, as no run leaves it: the state is "
                     f"damaged. Load the last checkpoint"

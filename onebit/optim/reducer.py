@@ -103,7 +103,7 @@ class MomentumReducer:
             for part, e in self.state.parts_of(RESIDUAL.name, i):
                 e.add_(self.state.elements_of(values, i)[part], alpha=factor)
 
-    def owed(self, index: int) -> Tensor:
+    def residual_share(self, index: int) -> Tensor:
         """What this rank has left out of the mean of one parameter, fp32 [elements]: e / N, and E where it averages."""
         self.exchange.materialize()
         found = torch.zeros(self.state.numels[index], dtype=torch.float32, device=self.state.device)

@@ -281,29 +281,29 @@ class Snapshot:
             self.momentum_is_dense = kind == "full"
             self.momentum_is_folded = any(FOLDED_MOMENTUM.name in part.state for part in self.compressed_parts)
 
-    def owed(self, setup: Setup) -> dict[Tensor, Tensor]:
+    def residual_shares(self, setup: Setup) -> dict[Tensor, Tensor]:
         """What this rank has left out of the mean of every parameter, fp32, in the parameter's shape."""
         found = {}
         self.separate_momentum(setup)
         for reducer in self.reducers:
             state = reducer.state
             for i, p in enumerate(state.params):
-                found[p] = in_shape(reducer.owed(i), state.shapes[i], state.orders[i])
+                found[p] = in_shape(reducer.residual_share(i), state.shapes[i], state.orders[i])
         return found
 
-    def owe(self, owed: Mapping[Tensor, Tensor]) -> None:
-        """After a change of ranks: this rank's residuals become what it owes, times the number of those that send. With
-        two levels each rank of a node owes what lies in its slice: then a collective call."""
+    def add_residual_shares(self, shares: Mapping[Tensor, Tensor]) -> None:
+        """After a change of ranks: add `residual_shares`, times the number of ranks that send, to the residuals. With
+        two levels each rank of a node gets what lies in its slice: then a collective call."""
         self.merged = False
         for part in self.compressed_parts:
             assert part.reducer is not None
             state, exchange = part.state, part.reducer.exchange
             for i, p in enumerate(state.params):
                 own = torch.zeros(state.numels[i], dtype=torch.float32, device=state.device)
-                if p in owed:
-                    own.add_(flattened(owed[p].to(state.device), state.orders[i]), alpha=exchange.transport.size)
+                if p in shares:
+                    own.add_(flattened(shares[p].to(state.device), state.orders[i]), alpha=exchange.transport.size)
                 if exchange.node.size > 1:
-                    exchange.node.all_sum(own, "collecting what the ranks of a node owe (all-reduce)").wait()
+                    exchange.node.all_sum(own, "adding up the residuals of a node (all-reduce)").wait()
                 for span, e in state.parts_of(RESIDUAL.name, i):
                     e.add_(own[span])
 
