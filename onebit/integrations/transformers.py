@@ -21,17 +21,18 @@ class OneBitTrainer(Trainer):
     `optimizer_cls_and_kwargs=(onebit.OneBitAdam, {...})`.
 
     It attaches the optimizer as training begins, and synchronizes it before each checkpoint, so that
-    `resume_from_checkpoint` goes on bit for bit. `max_grad_norm` clips by one norm on all ranks. Rank 0
-    logs `optimizer.report()` at the end.
+    `resume_from_checkpoint` goes on bit for bit. `max_grad_norm` clips by one norm on all ranks. Rank 0 logs
+    `optimizer.report()` at the end.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.add_callback(_AttachAndReport(self))
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The model is written first, and local steps have moved it on every rank alone."""
         own_optimizer(self.optimizer, "OneBitTrainer").synchronize()
-        super()._save_optimizer_and_scheduler(output_dir)
+        super()._save_checkpoint(model, trial)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """As `optimizer.clip_grad_norm_`: Accelerate's has each rank's own norm in stage 2."""
@@ -39,7 +40,7 @@ class OneBitTrainer(Trainer):
         return own_optimizer(self.optimizer, "OneBitTrainer").clip_grad_norm_(self.args.max_grad_norm)
 
 
-for _name in ("_save_optimizer_and_scheduler", "_clip_grad_norm"):
+for _name in ("_save_checkpoint", "_clip_grad_norm"):
     if not hasattr(Trainer, _name):
         raise ImportError(
             f"this version of transformers has no Trainer.{_name}, which OneBitTrainer replaces. Install the newest "
