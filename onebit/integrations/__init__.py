@@ -1,4 +1,4 @@
-"""Other people's training loops: an optimizer is attached in them, and their checkpoints hold every rank's state.
+"""Other people's training loops: an optimizer is attached in them, and synchronized before they save it.
 
     onebit.integrations.transformers    OneBitTrainer     HuggingFace's Trainer
     onebit.integrations.lightning       OneBitCallback    Lightning's Trainer

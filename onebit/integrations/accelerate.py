@@ -16,8 +16,9 @@ from onebit.parallel.unwrap import own_optimizer
 def attach(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Attach what `accelerator.prepare(model, optimizer)` has returned, once, before the first backward pass.
 
-    From then on `accelerator.save_state` makes one state of those of all ranks before it saves the optimizer's, and
-    `load_state` restores it: as many processes go on bit for bit. As ever with them, every rank calls both.
+    From then on `accelerator.save_state` synchronizes the optimizer before it writes anything, so that as many
+    processes go on bit for bit after `load_state`. As ever with them, every rank calls both. With Accelerate's own
+    FSDP plugin states are written before that: call `optimizer.optimizer.synchronize()` yourself, then `save_state`.
 
     Args:
         accelerator: the one that has prepared both.

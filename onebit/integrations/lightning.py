@@ -1,7 +1,7 @@
 """Lightning's Trainer: `Trainer(strategy="ddp", callbacks=[OneBitCallback()])`.
 
-A checkpoint of Lightning is one file that rank 0 writes and all ranks read. Before it is made, this callback makes one
-state of those of all ranks.
+A checkpoint of Lightning is one file that rank 0 writes and all ranks read. Before it is written, this callback makes
+one state of those of all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class OneBitCallback(Callback):
         self._optimizers: list[OneBitOptimizer] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the callback nothing. Lightning asks every rank for it before it asks for the optimizers' states."""
+        """Of the callback nothing. Lightning calls this in `Trainer.save_checkpoint` alone, which ends in a barrier of
+        all ranks, and before it asks for the optimizers' states; of the model it has the tensors themselves by then."""
         for optimizer in self._optimizers:
             optimizer.synchronize()
         return {}

@@ -148,8 +148,8 @@ class OptimizerWrapper(TorchftWrapper):
     def _refuse_a_peers_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         if self._heals:
             raise ValueError(
-                "the Manager's state_dict has the state of an optimizer of onebit, with residuals that are another "
-                "replica's: leave it out, and the parameters too. A replica that joins gets them by itself"
+                "the Manager's state_dict has the state of an optimizer of onebit, with which a replica that joins is "
+                "not new any more: leave it out, and the parameters too. Such a replica gets them by itself"
             )
 
     def _heal(self, of_others: tuple[int, list[dict[str, Any]]]) -> None:

@@ -1,14 +1,14 @@
-"""What is loaded in the place of one rank's state; and the loops of Accelerate, Lightning and HuggingFace, in two
-processes, where a run goes on from the loop's own checkpoint.
+"""The loops of Accelerate, Lightning and HuggingFace, in two processes: a run goes on from the loop's own checkpoint.
 
-steps 1 .. 4      stage 1
+steps 1 .. 4      stage 1; of 0/1 Adam steps 1 .. 3
 steps 5 .. 10     stage 2; a checkpoint after step 6, the interruption after step 7
+
+Step 6 of 0/1 Adam is a local one, and so are the last three.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,80 +23,17 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 
 import onebit
-from onebit.integrations.whole_state import WholeState, warn_of_total
-from tests.checkpoints import Run
+from onebit.integrations.attaching import warn_of_total
 from tests.collectives.work import logged
-from tests.onebit.runs import Case, bits, build, on_ranks, on_warnings, same
-from tests.ranks import group, run_ranks
+from tests.onebit.runs import bits, build, on_ranks, on_warnings
 
 FREEZE, SAVED, INTERRUPTED, LAST = 4, 6, 7, 10
 BATCH = 4
-CASE = Case(options={"freeze_step": 3})
-
-
-def put(run: Run, values: list[Tensor]) -> None:
-    """A loop loads its model itself."""
-    with torch.no_grad():
-        for p, value in zip(run.params, values, strict=True):
-            p.copy_(value)
-
-
-def loaded_once(rank: int, size: int, folder: Path, freeze_step: int) -> None:
-    case = CASE.but(options={"freeze_step": freeze_step})
-    run = Run(case, 6, rank, group())
-    WholeState(run.model, run.optimizer).save(folder / "onebit")
-    at_6, values = run.all()[1], [p.detach().clone() for p in run.params]
-    of_rank_0 = run.optimizer.state_dict()
-    for of_parameter in of_rank_0["state"].values():
-        for name in [name for name in of_parameter if name.endswith(f"residual_of_rank_{rank}") and rank > 0]:
-            del of_parameter[name]  # what this rank finds in a file that rank 0 alone has written
-    run.on(7, 8)
-    at_8 = run.all()
-
-    again = Run(case, 2, rank, group())
-    state = WholeState(again.model, again.optimizer)
-    with on_warnings("error"):
-        state.expect(folder / "onebit")
-        again.optimizer.load_state_dict(of_rank_0)
-    assert same(again.all()[1], at_6)
-    put(again, values)
-    again.on(7, 8)
-    assert same(again.all(), at_8)
-
-    for how in ("once", "cancelled", "nothing there"):  # then what is given is loaded as it is
-        again.on(9, 9)
-        if how != "once":
-            state.expect(folder / ("onebit" if how == "cancelled" else how))
-        if how == "cancelled":
-            state.cancel()
-        again.optimizer.load_state_dict(run.optimizer.state_dict())
-        assert same(again.all()[1], at_8[1]), how
-
-    again.on(9, 9)
-    before = again.all()
-    state.expect(folder / ("onebit" if rank == 0 else "nowhere"))
-    with pytest.raises(ValueError, match=r"rank 1: "):
-        again.optimizer.load_state_dict(again.optimizer.state_dict())
-    assert same(again.all(), before)
-
-
-def on_others(rank: int, size: int, folder: Path) -> None:
-    run, direct = Run(CASE, 2, rank, group()), Run(CASE, 2, rank, group())
-    direct.load(folder / "onebit")
-    WholeState(run.model, run.optimizer).expect(folder / "onebit")
-    run.optimizer.load_state_dict(run.optimizer.state_dict())
-    put(run, direct.params)
-    assert same(run.all(), direct.all())
-
-
-@pytest.mark.parametrize("freeze_step", [50, 3])
-def test_the_next_state_is_that_of_the_folder_and_no_other(freeze_step: int, tmp_path: Path) -> None:
-    """On as many ranks; on others it is what `onebit.load` gives. A folder that one rank lacks is an error on both."""
-    run_ranks(2, loaded_once, tmp_path, freeze_step)
-    run_ranks(3, on_others, tmp_path)
-
-
-# Loops
+ADAM, ZERO_ONE = "OneBitAdam", "ZeroOneAdam"
+STAGES = {
+    ADAM: {"freeze_step": FREEZE},
+    ZERO_ONE: {"var_update_scaler": 3, "var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4},
+}
 
 
 class Interrupted(Exception):
@@ -133,44 +70,42 @@ def batch_of(step: int, rank: int) -> dict[str, Tensor]:
     return {name: torch.stack([each[name] for each in batch]) for name in batch[0]}
 
 
-def optimizer_and_schedule(model: nn.Module, steps: int = LAST) -> tuple[onebit.OneBitAdam, LinearLR]:
-    optimizer = onebit.OneBitAdam(model.parameters(), lr=1e-2, freeze_step=FREEZE, block_size=64, chunks=1, reply=1)
+def optimizer_and_schedule(kind: str, model: nn.Module, steps: int = LAST) -> tuple[Any, LinearLR]:
+    options = {"lr": 1e-2, "block_size": 64, "chunks": 1, "reply": 1, **STAGES[kind]}
+    optimizer = getattr(onebit, kind)(model.parameters(), **options)
     return optimizer, LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
 
 
-MISSED = {"action": "error", "message": "the state does not hold the residuals"}
+def ended(optimizer: Any, model: nn.Module) -> bytes:
+    """Of all ranks the same."""
+    optimizer.synchronize()
+    return bits(model.parameters())
 
 
-def on_rank_0(rank: int, change: Callable[..., None], *args: Any) -> None:
-    dist.barrier()
-    if rank == 0:
-        change(*args)
-    dist.barrier()
+MISSED = {"action": "error", "message": "state_dict: what compression has left out"}
 
 
-def checked(
-    rank: int, undisturbed: bytes, resumed: bytes, without: bytes, warned: list[str], said: list[str] | None = None
-) -> bytes:
-    """Ends of runs: resumed from a checkpoint of stage 2, and without the residuals of other ranks, as the loop alone
-    writes it; what was warned of there and, where loops report, logged."""
-    assert resumed == undisturbed != without
-    assert rank == 0 or any("residuals" in text for text in warned)
+def checked(undisturbed: bytes, resumed: bytes, saved: Any, said: list[str] | None = None) -> bytes:
+    """Ends of runs, one from a checkpoint of stage 2, which has what compression had left out; and what was logged,
+    where loops report."""
+    assert resumed == undisturbed
+    assert all(own["residual"].any() for own in saved["state"].values())
     if said is not None:
-        assert any("1 bit  " in text for text in said) == (rank == 0)  # the report
+        assert any("1 bit  " in text for text in said) == (dist.get_rank() == 0)  # the report
     return undisturbed
 
 
 class ByHand:
     """A run as Accelerate's users write it."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, kind: str) -> None:
         from accelerate import Accelerator
 
         from onebit.integrations.accelerate import attach
 
         self.rank, self.accelerator, self.steps, self.attach = rank, Accelerator(cpu=True), 0, attach
         model = Tiny()
-        prepared = self.accelerator.prepare(model, *optimizer_and_schedule(model, 2 * LAST))
+        prepared = self.accelerator.prepare(model, *optimizer_and_schedule(kind, model, 2 * LAST))
         self.model, self.optimizer, self.schedule = prepared
         attach(self.accelerator, self.model, self.optimizer)
 
@@ -189,34 +124,31 @@ class ByHand:
 
     def end(self) -> bytes:
         self.on(LAST)
-        return bits(self.model.parameters())
+        return ended(self.optimizer.optimizer, self.model)
 
 
-def accelerate(rank: int, folder: str) -> bytes:
-    """A run is saved; others go on from there, go back to it, and go on from what Accelerate alone would write."""
-    undisturbed = ByHand(rank)
+def accelerate(kind: str, folder: str) -> bytes:
+    """A run is saved; others go on from there, and go back to it."""
+    rank = dist.get_rank()
+    undisturbed = ByHand(rank, kind)
     undisturbed.on(SAVED)
     assert undisturbed.optimizer.optimizer.compressing
     undisturbed.accelerator.save_state(folder)
-    with on_warnings(**MISSED):
-        resumed, again = ByHand(rank).load(folder), ByHand(rank)
-        again.on(INTERRUPTED)
-        end = again.load(folder).end()
-        assert resumed.end() == end
+    resumed, again = ByHand(rank, kind).load(folder), ByHand(rank, kind)
+    again.on(INTERRUPTED)
+    end = again.load(folder).end()
+    assert resumed.end() == end
     model, optimizer = again.model, again.optimizer
     assert optimizer.optimizer.steps == LAST
     onebit.save(f"{folder}/own", model, optimizer)  # what `prepare` returns is known here too
     onebit.load(f"{folder}/own", model, optimizer)
     assert again.end() == end
-    on_rank_0(rank, shutil.rmtree, f"{folder}/onebit")
-    with on_warnings() as texts:
-        without = ByHand(rank).load(folder)
     with pytest.raises(TypeError, match="prepare both first"):
         again.attach(again.accelerator, model, optimizer.optimizer)
-    return checked(rank, undisturbed.end(), end, without.end(), texts)
+    return checked(undisturbed.end(), end, torch.load(f"{folder}/optimizer.bin", weights_only=True))
 
 
-def by_lightning(folder: str, resume: str | None = None, stops: bool = False) -> tuple[Any, Any]:
+def by_lightning(kind: str, folder: str, resume: str | None = None, stops: bool = False) -> tuple[Any, Any]:
     """The model and its Trainer at the end; one that stops has neither."""
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -234,7 +166,7 @@ def by_lightning(folder: str, resume: str | None = None, stops: bool = False) ->
             return self.model(**batch_of(self.global_step, self.global_rank))["loss"]
 
         def configure_optimizers(self) -> Any:
-            optimizer, schedule = optimizer_and_schedule(self.model)
+            optimizer, schedule = optimizer_and_schedule(kind, self.model)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
     class Interruption(Callback):
@@ -251,15 +183,6 @@ def by_lightning(folder: str, resume: str | None = None, stops: bool = False) ->
     )  # fmt: skip
     trainer.fit(module, DataLoader(range(2 * LAST)), ckpt_path=resume)
     return module, trainer
-
-
-def without_residuals(saved: str, alone: str) -> None:
-    """A checkpoint as Lightning alone would write it."""
-    content = torch.load(saved, weights_only=True)
-    for of_parameter in content["optimizer_states"][0]["state"].values():
-        for name in [name for name in of_parameter if name.endswith("residual_of_rank_1")]:
-            del of_parameter[name]
-    torch.save(content, alone)
 
 
 def warns_of_clipping() -> list[bool]:
@@ -281,24 +204,20 @@ def warns_of_clipping() -> list[bool]:
     return found
 
 
-def lightning(rank: int, folder: str) -> bytes:
+def lightning(kind: str, folder: str) -> bytes:
     with logged() as said:
-        undisturbed, trainer = by_lightning(f"{folder}/undisturbed")
+        undisturbed = by_lightning(kind, f"{folder}/undisturbed")
     assert warns_of_clipping() == [True, False]
-    assert trainer.optimizers[0].compressing
+    assert undisturbed[1].optimizers[0].compressing
     with pytest.raises(Interrupted):
-        by_lightning(f"{folder}/interrupted", stops=True)
-    saved, alone = f"{folder}/interrupted/step={SAVED}.ckpt", f"{folder}/alone.ckpt"
-    with on_warnings(**MISSED):
-        resumed, _ = by_lightning(f"{folder}/resumed", saved)
-    on_rank_0(rank, without_residuals, saved, alone)
-    with on_warnings() as texts:
-        without, _ = by_lightning(f"{folder}/without", alone)
-    ends = [bits(module.parameters()) for module in (undisturbed, resumed, without)]
-    return checked(rank, *ends, texts, said)
+        by_lightning(kind, f"{folder}/interrupted", stops=True)
+    saved = f"{folder}/interrupted/step={SAVED}.ckpt"
+    resumed = by_lightning(kind, f"{folder}/resumed", saved)
+    ends = [ended(trainer.optimizers[0], module) for module, trainer in (undisturbed, resumed)]
+    return checked(*ends, torch.load(saved, weights_only=True)["optimizer_states"][0], said)
 
 
-def trainer_of(folder: str, stops: bool = False) -> Any:
+def trainer_of(kind: str, folder: str, stops: bool = False) -> Any:
     from transformers import TrainerCallback, TrainingArguments
 
     from onebit.integrations.transformers import OneBitTrainer
@@ -313,50 +232,49 @@ def trainer_of(folder: str, stops: bool = False) -> Any:
         folder, max_steps=LAST, per_device_train_batch_size=BATCH, save_steps=SAVED, report_to=[],
         use_cpu=True, disable_tqdm=True, logging_steps=1, max_grad_norm=0.1, ddp_find_unused_parameters=False,
     )  # fmt: skip
-    trainer = OneBitTrainer(model, arguments, train_dataset=Waves(), optimizers=optimizer_and_schedule(model))
+    trainer = OneBitTrainer(model, arguments, train_dataset=Waves(), optimizers=optimizer_and_schedule(kind, model))
     trainer.add_callback(Interruption())
     return trainer
 
 
-def transformers(rank: int, folder: str) -> bytes:
-    undisturbed, saved = trainer_of(f"{folder}/undisturbed"), f"{folder}/interrupted/checkpoint-{SAVED}"
+def transformers(kind: str, folder: str) -> bytes:
+    undisturbed, saved = trainer_of(kind, f"{folder}/undisturbed"), f"{folder}/interrupted/checkpoint-{SAVED}"
     with logged() as said:
         undisturbed.train()
     assert undisturbed.optimizer.optimizer.compressing
     norms = [each["grad_norm"] for each in undisturbed.state.log_history if "grad_norm" in each]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, norms)
-    assert len(norms) == LAST and min(norms) > 0.1 and everywhere[0] == everywhere[1]  # clipped by one norm
+    assert len(norms) == LAST and min(norms) > 0.1
+    assert (everywhere[0] == everywhere[1]) == (kind == ADAM)  # clipped by one norm, but for local steps
     with pytest.raises(Interrupted):
-        trainer_of(f"{folder}/interrupted", stops=True).train()
-    with on_warnings(**MISSED):
-        resumed = trainer_of(f"{folder}/interrupted")
-        resumed.train(resume_from_checkpoint=True)
-    on_rank_0(rank, shutil.rmtree, f"{saved}/onebit")
-    without = trainer_of(f"{folder}/without")
-    with on_warnings() as texts:
-        without.train(resume_from_checkpoint=saved)
-    ends = [bits(trainer.model.parameters()) for trainer in (undisturbed, resumed, without)]
-    return checked(rank, *ends, texts, said)
+        trainer_of(kind, f"{folder}/interrupted", stops=True).train()
+    resumed = trainer_of(kind, f"{folder}/interrupted")
+    resumed.train(resume_from_checkpoint=True)
+    ends = [ended(trainer.optimizer.optimizer, trainer.model) for trainer in (undisturbed, resumed)]
+    return checked(*ends, torch.load(f"{saved}/optimizer.pt", weights_only=True), said)
 
 
-def needs(work: Callable[[int, str], bytes]) -> Any:
+def needs(work: Callable[[str, str], bytes]) -> Any:
     missing = [name for name in {work.__name__, "accelerate"} if find_spec(name) is None]
     reason = f"needs {', '.join(missing)}: pip install 'onebit[integrations]'"
     return pytest.param(work, marks=pytest.mark.skipif(bool(missing), reason=reason))
 
 
+@pytest.mark.parametrize("kind", [ADAM, ZERO_ONE])
 @pytest.mark.parametrize("work", [needs(work) for work in (accelerate, lightning, transformers)])
 @on_ranks(2, once=True)
 def test_a_run_goes_on_bit_for_bit_from_the_loops_checkpoint(
-    rank: int, size: int, work: Callable[[int, str], bytes], tmp_path: Path
+    rank: int, size: int, work: Callable[[str, str], bytes], kind: str, tmp_path: Path
 ) -> bytes:
+    """Whatever is saved is synchronized, or a warning were an error."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
         "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
         "ACCELERATE_USE_CPU": "true",
     }  # fmt: skip
-    return work(rank, str(tmp_path))
+    with on_warnings(**MISSED):
+        return work(kind, str(tmp_path))
 
 
 @pytest.mark.parametrize(
