@@ -255,7 +255,7 @@ def test_what_an_optimizer_is_made_of_knows_no_optimizer() -> None:
         assert files and {path.stem for path, tree in files.items() if upward(folder, tree)} == called.get(
             folder, set()
         )
-    assert upward("optim", ast.parse("def f():\n    from onebit.checkpoint.elements import ORDER"))
+    assert upward("optim", ast.parse("def f():\n    from onebit.checkpoint.restore import restored"))
     assert not upward("report", ast.parse("from onebit.optim.setup import Setup"))
 
 
@@ -265,7 +265,7 @@ def test_an_import_brings_what_it_must_and_nothing_else() -> None:
     code = (
         "import json, sys, onebit, onebit.kernels, onebit.collectives\n"
         "early = 'torch.distributed.checkpoint' in sys.modules\n"
-        "import onebit.integrations.whole_state\n"
+        "import onebit.integrations.attaching\n"
         "names = onebit.save.__name__, onebit.load.__name__, hasattr(onebit, 'restore')\n"
         "print(json.dumps([sorted(sys.modules), early, *names]))"
     )
