@@ -28,6 +28,7 @@ MOST_STATE = {  # by ranks: with two, messages go directly, there is no server a
 }
 MOST_OF_NODES = {"OneBitAdam": 5.1, "OneBitLamb": 9.4, "ZeroOneAdam": 5.1}
 MOST_BUFFERS = 0.6
+SAVED = {"OneBitAdam": 12, "OneBitLamb": 17, "ZeroOneAdam": 12}
 # LAMB's d is a buffer of its own, and stays; 0/1 Adam's mask is a byte an element until it is packed
 MOST_AT_FREEZE = {"OneBitAdam": 0.2, "OneBitLamb": 1.01, "ZeroOneAdam": 0.26}
 BLOCK = 4 + 32 // 8  # bytes of a scale and of 32 elements
@@ -76,7 +77,11 @@ def measure(rank: int, size: int, kind: str, each: int = 1, **more: Any) -> dict
     messages = [exchange.sent, *([exchange.received, exchange.reply] if exchange.server_residual else [])]
     messages += [exchange.arriving] if each > 1 else []
     buffers = sum(own.buffer.numel() for own in messages) / NUMEL
-    return {"state": kept - buffers, "buffers": buffers, "freeze": made[2], "step": made[4]}
+    optimizer.synchronize()
+    synchronized = sum(n for where, n in living().items() if where not in before) / NUMEL
+    found = {"state": kept - buffers, "buffers": buffers, "freeze": made[2], "step": made[4]}
+    saved = [v for own in optimizer.state_dict()["state"].values() for v in own.values()]
+    return found | {"synchronized": synchronized - kept, "saved": sum(v.nbytes for v in saved) / NUMEL}
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("OneBitAdam", 2), ("OneBitLamb", 2), ("ZeroOneAdam", 8)])
@@ -88,6 +93,8 @@ def test_bytes_an_element_in_stage_2(kind: str, ranks: int) -> None:
         # what the CPU passes work in has 2 MB, whatever the model
         assert found["step"] < 0.2, "a step of stage 2 makes a temporary near the size of the model"
         assert found["freeze"] < MOST_AT_FREEZE[kind], "the freeze makes a temporary near the size of the model"
+        assert found["synchronized"] == pytest.approx(4, abs=0.1), "until the next step begins, m alone"
+        assert found["saved"] == pytest.approx(SAVED[kind], abs=0.1)
 
 
 def test_bytes_an_element_of_2_nodes_of_8_ranks() -> None:
@@ -143,5 +150,5 @@ if __name__ == "__main__":
     for kind in OPTIMIZERS:
         runs = {f"{ranks} ranks": run_ranks(ranks, measure, kind, timeout=HUNG) for ranks in MOST_STATE}
         for where, (found, *_) in {"2 nodes of 8 ranks": of_nodes(kind), **runs}.items():
-            state, buffers = found["state"], found["buffers"]
-            print(f"{kind}, stage 2, {where}: state {state:.2f}, buffers {buffers:.2f} bytes an element")
+            words = ", ".join(f"{name} {found[name]:.2f}" for name in ("state", "buffers", "synchronized", "saved"))
+            print(f"{kind}, stage 2, {where}: {words} bytes an element")
