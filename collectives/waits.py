@@ -53,9 +53,9 @@ def counted(into: Waits) -> Iterator[None]:
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
     waits: Waits | None = getattr(_thread, "waits", None)
-    if waits is None or (device.type == "cuda" and capturing(device)):
+    if waits is None or capturing(device):
         yield
-    elif device.type == "cuda":
+    elif streams.has_streams(device):
         before = streams.mark(device, timing=True)
         yield
         waits.events.append((before, streams.mark(device, timing=True)))

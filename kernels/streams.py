@@ -25,7 +25,7 @@ def has_streams(device: torch.device) -> bool:
 
 def capturing(device: torch.device) -> bool:
     """Whether what is launched now becomes part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return has_streams(device) and torch.cuda.is_current_stream_capturing()
 
 
 def current(device: torch.device) -> Stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter, is_not
+from operator import attrgetter, is_not, methodcaller
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.record import Record
 from onebit.kernels.data.upload import Upload
 
+_ADDRESS = methodcaller("data_ptr")
 _IS_THERE = partial(is_not, None)
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,7 +79,9 @@ class Pointers(Record):
         readable = self._are_readable(tensors)
         self.tensors = list(tensors) if readable else [self._readable(i, t) for i, t in enumerate(tensors)]
         try:
-            addresses = [0 if t is None else t.data_ptr() for t in self.tensors]
+            addresses = list(map(_ADDRESS, filter(_IS_THERE, self.tensors)))
+            if len(addresses) < len(self.tensors):
+                addresses = [0 if t is None else t.data_ptr() for t in self.tensors]
         except RuntimeError:  # a layout without addresses, of which torch says that it is contiguous
             for i, t in enumerate(tensors):
                 self._readable(i, t)

@@ -23,7 +23,7 @@ class Upload:
 
     def write(self, values: Sequence[Any], out: Tensor) -> bool:
         """Whether they were copied."""
-        within = out.is_cuda and capturing(out.device)
+        within = capturing(out.device)
         if values == self._values and not within and not self._of_graphs:
             return False
         host = self._host

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from onebit.kernels.passes import StepSquares
 from onebit.optim.fields import MASTER, Field
 from onebit.optim.memory_order import as_stored, flattened, in_shape, order_of
 from onebit.optim.sharding import is_sharded, local
+
+_GRAD = attrgetter("grad")
 
 
 class FlatState:
@@ -236,7 +239,7 @@ class FlatState:
         return [local(p) for p in self.params] if self._sharded else self.params
 
     def gradients_now(self) -> list[Tensor | None]:
-        grads = [p.grad for p in self.params]
+        grads = list(map(_GRAD, self.params))
         return [None if g is None else local(g) for g in grads] if self._sharded else grads
 
     def stored(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -287,7 +290,8 @@ class FlatState:
     def parameters_were_written(self) -> None:
         """By the optimizer: autograd learns of it, and it counts as no change by the user."""
         written_by_address([*self.values_now(), *(self.params if self._sharded else ())])
-        self._after_step = [(version + 1, address) for version, address in self._after_step]
+        if self._after_step:
+            self._after_step = [(version + 1, address) for version, address in self._after_step]
 
     def copy_parameters_to_master(self) -> None:
         if MASTER.name in self:

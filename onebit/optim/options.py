@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypedDict, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -330,18 +330,17 @@ def check_last_group(groups: Sequence[Mapping[str, Any]], options: Collection[st
         device_of(groups)
 
 
-def check_attribute(optimizer: type, name: str, defaults: Collection[str]) -> None:
-    """An AttributeError where setting an optimizer's attribute would change nothing."""
-    if name in _options_named(optimizer):
-        where = f"the groups: for group in optimizer.param_groups: group[{name!r}] = ..."
-        instead = where if name in defaults else f"the constructor: {optimizer.__name__}(..., {name}=...)"
-        raise AttributeError(f"{name} set on the optimizer would change nothing. It belongs to {instead}")
+def refuse_attribute(optimizer: type, name: str, defaults: Collection[str]) -> NoReturn:
+    """Raise an AttributeError: setting this attribute of an optimizer would change nothing."""
+    where = f"the groups: for group in optimizer.param_groups: group[{name!r}] = ..."
+    instead = where if name in defaults else f"the constructor: {optimizer.__name__}(..., {name}=...)"
+    raise AttributeError(f"{name} set on the optimizer would change nothing. It belongs to {instead}")
 
 
 @cache
-def _options_named(optimizer: type) -> frozenset[str]:
+def options_named(optimizer: Any) -> frozenset[str]:
     """What is chosen when an optimizer is built, under the names of its arguments."""
-    taken = inspect.signature(optimizer.__init__).parameters.values()  # type: ignore[misc]
+    taken = inspect.signature(optimizer.__init__).parameters.values()
     named = {p.name for p in taken if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     return frozenset(named | OptionArguments.__annotations__.keys()) - {"self", "params", "defaults", "algorithm"}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from functools import partial
+from operator import attrgetter, is_not
 from typing import Any, TypeGuard
 
 import torch
@@ -17,7 +18,7 @@ from onebit.optim.sharding import is_sharded
 Group = Mapping[str, Any]
 Groups = Sequence[Group]
 Identity = tuple[bool, list[int], list[bool], list[tuple[int, Order]]]
-_GRAD = attrgetter("grad")
+_GRAD, _IS_THERE = attrgetter("grad"), partial(is_not, None)
 PROGRESS = "onebit"  # of the first group, in a saved state: how far the run has come
 COMPRESS = "compress"  # of a group: whether stage 2 compresses what its parameters send, as it does unless told not to
 
@@ -49,7 +50,7 @@ def check_parameters(params: Sequence[Tensor]) -> None:
 def check_gradients(groups: Groups, names: Mapping[Tensor, str]) -> None:
     for group in groups:
         grads = list(map(_GRAD, group["params"]))
-        there = [grad for grad in grads if grad is not None]
+        there = list(filter(_IS_THERE, grads))
         if are_contiguous(there):
             continue  # of hundreds in every step, all are asked at once
         for p, grad in zip(group["params"], grads, strict=True):

@@ -26,7 +26,7 @@ class SpacedSteps:
 
     def __contains__(self, step: int) -> bool:
         index = self.index(step)
-        return index >= 0 and self[index] == step
+        return index >= 0 and self._steps[index] == step
 
     def index(self, step: int) -> int:
         """Of the last one up to `step`; -1 if there is none."""

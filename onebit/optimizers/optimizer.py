@@ -35,9 +35,10 @@ from onebit.optim.options import (
     MASK,
     OptionArguments,
     Options,
-    check_attribute,
     check_groups,
     check_last_group,
+    options_named,
+    refuse_attribute,
     with_python_numbers,
 )
 from onebit.optim.param_groups import COMPRESS, PROGRESS
@@ -132,6 +133,7 @@ class OneBitOptimizer(Progress):
         self._built_for = param_groups.identities(groups)
         self.install(Snapshot.of(self.setup))
         self._built = True
+        self._refused_attributes = options_named(type(self))  # type: ignore[arg-type]
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -364,8 +366,8 @@ class OneBitOptimizer(Progress):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dict__ and self.__dict__.get("_built"):
-            check_attribute(type(self), name, self.defaults)
+        if name in self.__dict__.get("_refused_attributes", ()):
+            refuse_attribute(type(self), name, self.defaults)
         super().__setattr__(name, value)
         if name == "param_groups" and "setup" in self.__dict__:
             self.setup = replace(self.setup, groups=value)

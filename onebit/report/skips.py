@@ -33,9 +33,10 @@ _GROWTH = (
 def warnings_of_skips(setup: Setup, current: Snapshot, hyper: Tensor) -> list[Callable[[], None]]:
     """What is due when the step is over, of what is read one step late, with the gradients of this one: which rank it
     is shows in them. hyper: with which they were looked at."""
-    if capturing(setup.device):
-        return []
     stages, due = current.stages, []
+    usual = WARNED_AFTER[0] > max(stages.skipped_in_a_row, stages.left_out_in_a_row, stages.shortened_in_a_row)
+    if usual or capturing(setup.device):
+        return []
     if stages.skipped_in_a_row in WARNED_AFTER:
         due += _of_skipped(setup, current.states, hyper, stages.skipped_in_a_row)
     if stages.left_out_in_a_row in WARNED_AFTER:
