@@ -50,13 +50,14 @@ OF_NUMBERS = [  # whose state, what of param_groups[0]["onebit"], other values, 
     (EITHER, "trace", ["[[1.0]]", {}, [["x"]], [[]], [1.0], [[nan]], [[1.0], [1.0, 2.0]]], "trace is a list of equ"),
     (EITHER, "chunks", [3, {"a": 1}], "chunks is a list"),
     (EITHER, "chunks", [[2**31], [0], [1.5], ["x"], [[1]]], "chunks is"),
+    (EITHER, "messages", [3, None, ["x"]], "messages is words"),
     (EITHER, "compressing", ["yes", 1, None], "compressing is true or false"),
     (EITHER, "bias_correction", ["yes", 1], "bias_correction is true or false"),
     (STAGE_2, "chunks", [[1, 1], []], "parameters of (2|0) dtypes, here they have 1"),
     *(
         (EITHER, name, [GONE], f"no {name}")
-        for name in ("optimizer", "senders", "steps", "skipped_steps", "compressing", "chunks", "bias_correction",
-                     "wire_bytes", "settings", "mean_norm", "trace")
+        for name in ("optimizer", "senders", "steps", "skipped_steps", "compressing", "chunks", "messages",
+                     "bias_correction", "wire_bytes", "settings", "mean_norm", "trace")
     ),
 ]  # fmt: skip
 FOREIGN = [  # whose state, where, what is there instead, words of the ValueError
