@@ -37,6 +37,8 @@ def adamw_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     check_options(groups)
     numbers = checked_numbers(groups[0].pop(PROGRESS, ""))
     of = dict(chain.from_iterable(((key, group) for key in group["params"]) for group in groups))
+    if unknown := [key for key in state_dict["state"] if key not in of]:
+        raise ValueError(f"the state has parameter {unknown[0]!r}, which no param group names: it is damaged")
     state = {key: _moments(key, own, numbers, of[key]) for key, own in state_dict["state"].items() if own}
     for group in groups:
         group.pop(COMPRESS, None)

@@ -301,10 +301,12 @@ def test_what_is_no_such_state_is_an_error():
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], momentum=0.9)
     state = build("OneBitAdam").state_dict()
     del state["state"][0]["exp_avg"]
+    whole = build("OneBitAdam").state_dict()
     for wrong, match in (
         ({}, "not a state of an optimizer"),
         (sgd.state_dict(), "has no betas"),
         (state, "no exp_avg for parameter 0"),
+        ({**whole, "state": {**whole["state"], 9: whole["state"][0]}}, "parameter 9, which no param group names"),
     ):
         with pytest.raises(ValueError, match=match):
             onebit.adamw_state(wrong)
