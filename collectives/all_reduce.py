@@ -22,7 +22,7 @@ from onebit.collectives.chunking import Chunking, shards_of
 from onebit.collectives.exchange import Chunk, Exchange, facts
 from onebit.collectives.flags import read_flags, travel_in_messages
 from onebit.collectives.loading import ON_HOST, check_names, checked_bytes, checked_residual
-from onebit.collectives.reply import AskedReply, check_reply, way_for
+from onebit.collectives.reply import AskedReply, check_reply, exchange_for
 from onebit.collectives.topology import Topology
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.checks import is_one_of, is_whole
@@ -90,7 +90,7 @@ class CompressedAllReduce:
         check_reply(reply)
         self.topology = Topology.of(process_group, node_group, self.device)
         self.transport = self.topology.replicas
-        self._way = way_for(reply, self.transport.size)
+        self._exchange_class = exchange_for(reply, self.transport.size)
         self._scale, self._norm, self._chunks = scale, norm, chunks
         self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._hyper = hyper_table([Hyper()], self.device)
@@ -105,11 +105,13 @@ class CompressedAllReduce:
     def prepare(self) -> Exchange:
         """Buffers and residuals, as the first call makes them. With chunks="auto" a collective call on all ranks."""
         if self.exchange is None:
-            numels, topology, way = self.numels, self.topology, self._way
+            numels, topology, exchange_class = self.numels, self.topology, self._exchange_class
             scale, norm, block_size = self._scale, self._norm, self._block_size
-            common = facts(numels, block_size, "auto", scale, norm, way.way, topology.node is not None)
+            common = facts(
+                numels, block_size, "auto", scale, norm, exchange_class.reply_option, topology.node is not None
+            )
             agree(topology.everyone, self.device, common)
-            chunking = Chunking(topology, sum(numels), self.device, scale, norm, block_size, way)
+            chunking = Chunking(topology, sum(numels), self.device, scale, norm, block_size, exchange_class)
             self.exchange = self._build(chunking.choose())
             self.exchange.load_residual(self._residual or self._zeros())
         return self.exchange
@@ -221,9 +223,9 @@ class CompressedAllReduce:
 
     @torch.inference_mode(False)
     def _build(self, chunks: int) -> Exchange:
-        shards = shards_of(self.topology, self._way)
+        shards = shards_of(self.topology, self._exchange_class)
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
-        return self._way(self.topology, layout, self.device, self._scale, self._norm)
+        return self._exchange_class(self.topology, layout, self.device, self._scale, self._norm)
 
     def _undo_of(self, exchange: Exchange) -> Undo:
         if self._undo is None or self._undo.exchange is not exchange:

@@ -42,9 +42,9 @@ def chunk_options(numel: int, ranks: int, block_size: int) -> list[int]:
     return [1] if numel <= MOST_ELEMENTS else candidates(numel, ranks, block_size)
 
 
-def shards_of(topology: Topology, way: type[Exchange]) -> int:
+def shards_of(topology: Topology, exchange_class: type[Exchange]) -> int:
     """Into how many a chunk is cut: with two levels, every slice of it as a chunk otherwise."""
-    return topology.slices * way.shards(topology.replicas.size)
+    return topology.slices * exchange_class.shards(topology.replicas.size)
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class Chunking:
     scale: Scale = "block"
     norm: Norm = "l1"
     block_size: int = BLOCK_SIZE
-    way: type[Exchange] = TwoPhases
+    exchange_class: type[Exchange] = TwoPhases
 
     @property
     def options(self) -> list[int]:
         """Those worth measuring."""
         some = chunk_options if self.topology.shard is None else candidates
-        return some(self.numel, shards_of(self.topology, self.way), self.block_size)
+        return some(self.numel, shards_of(self.topology, self.exchange_class), self.block_size)
 
     def choose(self) -> int:
         """The one in the cache of rank 0, or the one measured to be best: a collective call."""
-        everyone, options = self.topology.copies, self.options
+        everyone, options = self.topology.data_parallel, self.options
         if everyone.size == 1 or len(options) == 1:
             return 1
         key = self._key()
@@ -95,7 +95,7 @@ class Chunking:
     def measure(self, options: Sequence[int], dtype: torch.dtype = torch.float32) -> dict[int, float]:
         """Seconds of one exchange for each number of chunks: the slowest rank's, the same on all ranks. It ends at the
         first for which a rank has no memory left beside the model."""
-        everyone, seconds = self.topology.copies, {}
+        everyone, seconds = self.topology.data_parallel, {}
         tensor: Tensor | None = None
         for chunks in options:
             step, short = None, torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -112,16 +112,16 @@ class Chunking:
         return seconds
 
     def _drawn(self, dtype: torch.dtype) -> Tensor:
-        source = torch.Generator(self.device).manual_seed(self.topology.copies.rank)
+        source = torch.Generator(self.device).manual_seed(self.topology.data_parallel.rank)
         return torch.randn(min(self.numel, _MOST_ELEMENTS), generator=source, device=self.device).to(dtype)
 
     def _step(self, chunks: int, tensor: Tensor) -> Callable[[], None]:
         """An exchange, and what is done before and after. Without communication: all memory that it needs is there."""
         flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         hyper = hyper_table([Hyper()], self.device)
-        ranks = shards_of(self.topology, self.way)
+        ranks = shards_of(self.topology, self.exchange_class)
         layout = Layout([tensor.numel()], block_size=self.block_size, ranks=ranks, chunks=chunks)
-        exchange = self.way(self.topology, layout, self.device, self.scale, self.norm)
+        exchange = self.exchange_class(self.topology, layout, self.device, self.scale, self.norm)
         backend, x = exchange.backend, Pointers.to(layout, [tensor])
 
         def step() -> None:
@@ -139,14 +139,14 @@ class Chunking:
         collective call."""
         best = min(seconds, key=lambda c: (seconds[c], c))
         key = self._key()
-        return best, self.topology.copies.rank > 0 or cache.shared().put(key, {"chunks": best})
+        return best, self.topology.data_parallel.rank > 0 or cache.shared().put(key, {"chunks": best})
 
     def _key(self) -> str:
         """What is measured on one host, where messages pass no network, is kept apart. A collective call."""
-        topology, everyone = self.topology, self.topology.copies
+        topology, everyone = self.topology, self.topology.data_parallel
         ranks = f"{everyone.size} ranks" + (f", {topology.node.size} a node" if topology.node else "")
         ranks += ", one host" if on_one_host(everyone, self.device) else ""
-        kind = "" if self.way is TwoPhases else f", reply {self.way.way}"
+        kind = "" if self.exchange_class is TwoPhases else f", reply {self.exchange_class.reply_option}"
         return f"{everyone.name}, {ranks}, {self.device.type}, 2^{self.numel.bit_length()} elements{kind}, chunks"
 
 

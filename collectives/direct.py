@@ -18,7 +18,7 @@ from onebit.collectives.transport.protocol import Transport
 class Direct(Exchange):
     """An exchange in which every rank's messages go to all."""
 
-    way = "direct"
+    reply_option = "direct"
 
     @classmethod
     def shards(cls, ranks: int) -> int:

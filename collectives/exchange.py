@@ -88,7 +88,7 @@ class Exchange(ABC):
     """Residuals and messages of one layout on one rank, and the way they go between the replicas of a topology. With
     two levels each rank of a node has a slice."""
 
-    way: ClassVar[Reply]
+    reply_option: ClassVar[Reply]
     server_residual: Residual | None = None
 
     @property
@@ -107,7 +107,7 @@ class Exchange(ABC):
         value: Tensor | None = None,
     ) -> None:
         """`value`, fp32 [elements of the slices], becomes this rank's residual and is what it starts from."""
-        self.transport, self.everyone = topology.replicas, topology.copies
+        self.transport, self.everyone = topology.replicas, topology.data_parallel
         self.node = topology.node or LocalTransport()
         ranks, places = self.transport.size, self.node.size
         shards = self.shards(ranks)
@@ -201,7 +201,7 @@ class Exchange(ABC):
         if not self.agreed:
             layout, form = self.layout, self.format
             numels, nodes = layout.numel.tolist(), self.node.size > 1
-            common = facts(numels, layout.block_size, layout.chunks, form.scale, form.norm, self.way, nodes)
+            common = facts(numels, layout.block_size, layout.chunks, form.scale, form.norm, self.reply_option, nodes)
             agree(self.everyone, self.device, {**common, **(more or {})})
             self.agreed = True
 

@@ -1,4 +1,4 @@
-"""Which way an exchange goes: what a user asks for, and what that means for so many ranks."""
+"""What a user asks for by `reply`, and which exchange that means for so many ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.checks import is_one_of, is_whole
 
 AskedReply = Literal["auto", "direct", 1]
-WAYS: dict[Reply, type[Exchange]] = {way.way: way for way in (TwoPhases, Direct)}
+EXCHANGES: dict[Reply, type[Exchange]] = {each.reply_option: each for each in (TwoPhases, Direct)}
 
 
 def check_reply(reply: object) -> None:
-    if not is_one_of(reply, ("auto", "direct")) and not (is_whole(reply) and reply in WAYS):
+    if not is_one_of(reply, ("auto", "direct")) and not (is_whole(reply) and reply in EXCHANGES):
         raise ValueError(
             f'reply={reply!r:.80}: it must be one of {get_args(AskedReply)}: every rank\'s message to all ("direct"), '
             f"the mean compressed to 1 bit once more (1), as in the papers, or whichever suits the number of ranks "
@@ -22,6 +22,6 @@ def check_reply(reply: object) -> None:
         )
 
 
-def way_for(reply: AskedReply, ranks: int) -> type[Exchange]:
+def exchange_for(reply: AskedReply, ranks: int) -> type[Exchange]:
     """ "auto": direct where it sends no more bytes than two phases do, which is with two ranks."""
-    return WAYS[("direct" if ranks == 2 else 1) if reply == "auto" else reply]
+    return EXCHANGES[("direct" if ranks == 2 else 1) if reply == "auto" else reply]

@@ -3,7 +3,7 @@
 everyone      all ranks. What a step decides (is it skipped, by what are gradients clipped) is decided over them
 replicas      the ranks that average over the network: everyone, or with two levels the ranks of the same place on
               every node
-copies        the ranks that hold the same parameters. Gradients of stage 1 are averaged over them, and that they
+data_parallel the ranks that hold the same parameters. Gradients of stage 1 are averaged over them, and that they
               hold the same options and bits is compared over them
 node          with two levels, the ranks of this rank's node, which average in full precision first
 shard         where parameters are sharded (FSDP2), the ranks that hold the parts of this rank's copy of them; its
@@ -49,7 +49,7 @@ class Topology:
     shard: Transport | None = None  # None: every rank has whole parameters
 
     @property
-    def copies(self) -> Ranks:
+    def data_parallel(self) -> Ranks:
         """The ranks that hold the same parameters."""
         return self.everyone if self.shard is None else self.replicas
 
@@ -71,8 +71,8 @@ class Topology:
         return values
 
     def raise_together(self, failed: Exception | None, device: torch.device, others: str) -> None:
-        """What was found by comparing over `copies`, and is the same on all of them. Where parameters are sharded the
-        ranks of the other parts raise too: a ValueError that says `others`, unless they have found something."""
+        """Raise what was found by comparing over `data_parallel`, the same on all of them. Where parameters are sharded
+        the ranks of the other parts raise too: a ValueError that says `others`, unless they have found something."""
         if self.shard is not None:
             raise_on_all(self.everyone, device, failed, others)
         elif failed is not None:
@@ -99,7 +99,7 @@ class Topology:
         return 1 if self.shard is None else self.shard.size
 
     @property
-    def place(self) -> int:
+    def residual_index(self) -> int:
         """Where this rank's residuals belong among those of all ranks: with one level its rank."""
         return self.replicas.rank * self.slices + self.slice_index
 
@@ -113,7 +113,7 @@ class Topology:
             raise ValueError(
                 f"parameters of FSDP are averaged over a group of torch.distributed, not over {replicas.name}"
             )
-        parts, same = set(shard.places(world)), set(replicas.places(world))
+        parts, same = set(shard.ranks_in(world)), set(replicas.ranks_in(world))
         if len(parts & same) > 1:
             why = f"process_group has {listed(sorted(parts & same))} in common with the ranks that hold the parts"
             if len(parts) == world.size:
@@ -174,7 +174,7 @@ def _found(everyone: Transport, device: torch.device) -> list[list[int]] | None:
 def _given(everyone: Transport, node_group: Any, device: torch.device) -> list[list[int]] | None:
     """The ranks of every node as they were given. What does not fit is a ValueError on all ranks."""
     try:
-        own: dict[str, Any] = {"ranks": sorted(transport_for(node_group).places(everyone))}
+        own: dict[str, Any] = {"ranks": sorted(transport_for(node_group).ranks_in(everyone))}
     except (TypeError, ValueError) as error:
         own = {"problem": str(error)}
     found = _gathered(everyone, device, {NODES: "given", **own})

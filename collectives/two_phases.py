@@ -23,7 +23,7 @@ from onebit.kernels.passes import Average
 class TwoPhases(Exchange):
     """reply=1: each rank averages a shard of every chunk, and compresses the mean once more."""
 
-    way: ClassVar[Reply] = 1
+    reply_option: ClassVar[Reply] = 1
     server_residual: Residual
 
     @classmethod

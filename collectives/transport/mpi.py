@@ -82,7 +82,7 @@ class MpiTransport:
     def split(self, color: int) -> Transport:
         return MpiTransport(self.communicator.Split(color, self.rank), self.timeout)
 
-    def places(self, of: Transport) -> list[int]:
+    def ranks_in(self, of: Transport) -> list[int]:
         if not isinstance(of, MpiTransport):
             raise TypeError(f"a communicator of MPI can't be a part of ranks that communicate by {of.name}")
         own, theirs = self.communicator.Get_group(), of.communicator.Get_group()

@@ -81,7 +81,7 @@ class Transport(Ranks, Protocol):
         """The ranks that gave the same color as a group: a collective call of all."""
         ...
 
-    def places(self, of: Transport) -> list[int]:
+    def ranks_in(self, of: Transport) -> list[int]:
         """Which ranks of another transport of the same kind these are, asking nobody."""
         ...
 
@@ -157,7 +157,7 @@ class LocalTransport:
     def split(self, color: int) -> Transport:
         return self
 
-    def places(self, of: Transport) -> list[int]:
+    def ranks_in(self, of: Transport) -> list[int]:
         return [of.rank]
 
 

@@ -169,7 +169,7 @@ class TorchTransport:
         own = torch.tensor([number], dtype=torch.int64, device=self._device)
         return all_gather_values(self, own, phase).view(-1).tolist()
 
-    def places(self, of: Transport) -> list[int]:
+    def ranks_in(self, of: Transport) -> list[int]:
         if not isinstance(of, TorchTransport):
             raise TypeError(f"a group of torch.distributed can't be a part of ranks that communicate by {of.name}")
         if outside := set(self.members) - set(of.members):

@@ -27,8 +27,8 @@ from onebit.checkpoint.schema import messages_of, progress, saved_fields
 from onebit.kernels.data.bits import packed
 from onebit.optim.fields import MASTER, MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
-from onebit.optim.held import clear_fields
 from onebit.optim.limit import USUAL
+from onebit.optim.masks import clear_fields
 from onebit.optim.mean_norm import ANEW, MeanNorm
 from onebit.optim.memory_order import flattened
 from onebit.optim.options import KEYS_OF_OTHERS, OF_ADAMW, check_group

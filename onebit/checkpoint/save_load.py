@@ -255,10 +255,10 @@ class _Source:
 
     def _read(self, keys: Iterable[str]) -> dict[str, Any]:
         """What is stored under `keys`; of a sharded parameter's tensors this rank's part."""
-        found = self._fill({key: self._room(key) for key in keys})
+        found = self._fill({key: self._empty(key) for key in keys})
         return {key: local(value) if isinstance(value, Tensor) else value for key, value in found.items()}
 
-    def _room(self, key: str) -> Tensor | None:
+    def _empty(self, key: str) -> Tensor | None:
         entry = self._index.state_dict_metadata[key]
         if not isinstance(entry, TensorStorageMetadata):
             return None

@@ -123,9 +123,9 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
 
 def messages_of(setup: Setup) -> str:
     """In words, all that decides how long a step by m usually is: see `onebit.optim.limit`."""
-    options, way = setup.options, setup.way.way
-    senders = f" of {setup.topology.nodes}" if way == "direct" else ""
-    return f"reply={way}{senders}, scale={options.scale}, norm={setup.norm}, block_size={options.block_size}"
+    options, reply = setup.options, setup.exchange_class.reply_option
+    senders = f" of {setup.topology.nodes}" if reply == "direct" else ""
+    return f"reply={reply}{senders}, scale={options.scale}, norm={setup.norm}, block_size={options.block_size}"
 
 
 def as_text(numbers: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from onebit.cli.arguments import DTYPES, CommandError, pick_device, whole_number
 from onebit.cli.progress import Progress
 from onebit.collectives.chunking import Chunking
-from onebit.collectives.reply import way_for
+from onebit.collectives.reply import exchange_for
 from onebit.collectives.topology import Topology
 from onebit.kernels.tuning import cache, tuner
 from onebit.kernels.tuning.machine import device_name
@@ -84,8 +84,8 @@ def _tune_group(arguments: argparse.Namespace, device: torch.device, local: int,
 def _tune_chunks(arguments: argparse.Namespace, device: torch.device, progress: Progress) -> bool:
     """How many chunks suit the network between the ranks."""
     topology, dtype, elements = Topology.of(), DTYPES[arguments.dtype], arguments.elements
-    everyone, way = topology.everyone, way_for("auto", topology.replicas.size)
-    chunking = Chunking(topology, elements, device, way=way)
+    everyone, exchange_class = topology.everyone, exchange_for("auto", topology.replicas.size)
+    chunking = Chunking(topology, elements, device, exchange_class=exchange_class)
     options = chunking.options
     _write(f"\nChunks of an exchange: {everyone.name}, {everyone.size} ranks on {device.type}, {elements:,} elements")
     seconds: dict[int, float] = {}

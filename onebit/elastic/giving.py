@@ -86,7 +86,7 @@ class Giver:
         self._end_all()
 
     @contextmanager
-    def giving_way(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """While this rank is in a step: what is given waits."""
         self._idle.clear()
         try:

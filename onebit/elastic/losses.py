@@ -29,7 +29,7 @@ def warn_of_losses(setup: Setup, current: Snapshot, members: Members) -> None:
     names = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
     text = (
         f"{names} of {ranks} did not come along, and what compression had left out there is lost: the residual, which "
-        f"counts 1 / {setup.topology.nodes} in the mean. Rank {setup.topology.place}, which stays, has one of "
+        f"counts 1 / {setup.topology.nodes} in the mean. Rank {setup.topology.residual_index}, which stays, has one of "
         f"{_size(own, m)}"
     )
     if served:

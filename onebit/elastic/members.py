@@ -194,7 +194,9 @@ def facts_of_model(setup: Setup, nodes: str) -> dict[str, float | str]:
         "elements": sum(p.numel() for p in params),
         "checksum of shapes and dtypes": checksum(lambda p: (tuple(p.shape), str(p.dtype), p.requires_grad)),
         "checksum of memory orders": checksum(lambda p: order_of(local(p))),
-        "checksum of masks": checksum(lambda p: p in setup.held and zlib.crc32(setup.held[p].cpu().numpy().tobytes())),
+        "checksum of masks": checksum(
+            lambda p: p in setup.fixed and zlib.crc32(setup.fixed[p].cpu().numpy().tobytes())
+        ),
         COMPRESS: str([is_compressed(group) for group in setup.groups]),
         "param groups of so many parameters": str([len(group["params"]) for group in setup.groups]),
         **{each.name: str(getattr(setup.options, each.name)) for each in fields(setup.options)},

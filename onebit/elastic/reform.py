@@ -78,7 +78,7 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     if inner.giver is not None:
         inner.giver.end(those_without_state=True)  # else they would wait for a step, and the ranks here for them
     inner.move_with_parameters()
-    own = _Own(inner, [] if is_new(inner) else [inner.setup.topology.place])
+    own = _Own(inner, [] if is_new(inner) else [inner.setup.topology.residual_index])
     if leaving and own.everyone.rank in leaving:
         own.leave(leaving)
         return

@@ -57,7 +57,9 @@ class Adam(Algorithm):
         without = {}
         for i, group in enumerate(state.groups):
             v = raise_to_floor_(state.view("exp_avg_sq", i), options.variance_floor, state.add_parts)
-            without[i] = variance_to_denominator_(v, rows[group], options.zero_variance, state.add_parts, state.held[i])
+            without[i] = variance_to_denominator_(
+                v, rows[group], options.zero_variance, state.add_parts, state.fixed[i]
+            )
         state.rename("exp_avg_sq", DENOMINATOR)
         return without
 

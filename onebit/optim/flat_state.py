@@ -48,12 +48,12 @@ class FlatState:
         chunk_counts: Iterable[int] = (1,),
         master_weights: bool = True,
         parts: Topology | None = None,
-        held: Mapping[Tensor, Tensor] | None = None,
+        fixed: Mapping[Tensor, Tensor] | None = None,
         compressed: bool = True,
     ) -> None:
         """groups: the param group of each parameter. ranks: into how many shards a chunk is cut. slices: of how many
         slices of a chunk this rank has the one numbered slice_index. chunk_counts: the pipelines that there must be
-        room for. parts: what to ask where other ranks hold parts of these parameters. held: of parameters with a mask,
+        room for. parts: what to ask where other ranks hold parts of these parameters. fixed: of parameters with a mask,
         in the shape of this rank's part, which elements never move. compressed: whether in stage 2; otherwise the
         parameters stay in stage 1."""
         self.compressed = compressed
@@ -67,12 +67,12 @@ class FlatState:
         self.numels = [local(p).numel() for p in self.params]
         self.whole_numels = [p.numel() for p in self.params]
         self.parts = parts
-        self.held = [(held or {}).get(p) for p in self.params]
+        self.fixed = [(fixed or {}).get(p) for p in self.params]
         self.block_size, self.ranks = block_size, ranks
         self.slices, self.slice_index = slices, slice_index
         cuts = [self._cut(chunks) for chunks in chunk_counts]
-        self._room = max(cut.elements for cut in cuts)
-        self._room_of_slice = max(_size(cut.parts(slice_index, slices)) for cut in cuts)
+        self._capacity = max(cut.elements for cut in cuts)
+        self._slice_capacity = max(_size(cut.parts(slice_index, slices)) for cut in cuts)
         self._use(self._cut(1))
         self.parameters = Pointers(self.layout, self.device, self.dtype, "parameter")
         self.gradients = Pointers(self.layout, self.device, self.dtype, "gradient")
@@ -86,32 +86,32 @@ class FlatState:
             self._after_step = list(map(_place_of, self.values_now()))
 
     @cached_property
-    def held_indices(self) -> dict[int, Tensor]:
+    def fixed_indices(self) -> dict[int, Tensor]:
         """int64, of the elements that never move, as they lie; by the place of a parameter with such."""
-        masks = {i: held for i, held in enumerate(self.held) if held is not None}
-        return {i: flattened(held, self.orders[i]).nonzero().view(-1) for i, held in masks.items()}
+        masks = {i: fixed for i, fixed in enumerate(self.fixed) if fixed is not None}
+        return {i: flattened(fixed, self.orders[i]).nonzero().view(-1) for i, fixed in masks.items()}
 
     @property
     def free(self) -> Tensor | None:
         """bool [elements], where an element may move; None where all may."""
-        if not self.held_indices:
+        if not self.fixed_indices:
             return None
         found = torch.ones(self.layout.elements, dtype=torch.bool, device=self.device)
-        for i, indices in self.held_indices.items():
+        for i, indices in self.fixed_indices.items():
             self.elements_of(found, i).index_fill_(0, indices, False)
         return found
 
     def set_chunks(self, chunks: int) -> None:
         """Cut the flat space for a pipeline of `chunks`. Parameters stay where they lie in it; padding changes."""
         layout = self._cut(chunks)
-        if layout.elements > self._room:
+        if layout.elements > self._capacity:
             raise AssertionError(f"there is no room for {chunks} chunks")
         self._use(layout)
 
     def add(self, field: Field) -> Tensor:
         """A tensor for `field`, filled with its initial value."""
         dtype = torch.uint8 if field.per == "bit" else torch.float32
-        size = self._room_of_slice if field.per == "slice" else self._length(field, self._room)
+        size = self._slice_capacity if field.per == "slice" else self._length(field, self._capacity)
         self._tensors[field.name] = torch.full((size,), field.initial, dtype=dtype, device=self.device)
         self.fields[field.name] = field
         self._views.clear()

@@ -188,16 +188,16 @@ def _whole(add_parts: AddParts, *values: Tensor) -> list[float]:
 
 
 def variance_to_denominator_(
-    v: Tensor, h: Hyper, zero_variance: ZeroVariance, add_parts: AddParts, held: Tensor | None = None
+    v: Tensor, h: Hyper, zero_variance: ZeroVariance, add_parts: AddParts, fixed: Tensor | None = None
 ) -> int:
     """v = 1 / (sqrt(v) bias2 + eps) in place, bias2 = 1 / sqrt(1 - beta2^t); how many elements had no variance.
 
     Those get the value of the mean of the others ("floor"), or 0, with which they never move ("hold"). They are held
-    too where a parameter has no other element to take a mean of. What is `held` gets 0 in any case, and is not
+    too where a parameter has no other element to take a mean of. What is `fixed` gets 0 in any case, and is not
     counted.
     """
     zero = v == 0
-    without = zero if held is None else zero & ~held
+    without = zero if fixed is None else zero & ~fixed
     count, others, total = _whole(add_parts, without.sum(), (~zero).sum(), v.sum(dtype=torch.float64))
     substitute = 0.0
     if zero_variance == "floor" and count and others:

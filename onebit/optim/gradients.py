@@ -69,7 +69,7 @@ class Gradients:
         is divided by the mean of them on all."""
         self._unscale, self._found_inf, self._in_step, self._has_written = None, found_inf, True, False
         if scale is not None:
-            scale, copies = scale.detach().to(self.flags.device, torch.float64).view(1), setup.topology.copies
+            scale, copies = scale.detach().to(self.flags.device, torch.float64).view(1), setup.topology.data_parallel
             if self.averaged_in_backward and current.stages.compressing:
                 scale = scale / copies.size
                 copies.all_sum(scale, "averaging the scales of gradients (all-reduce of one number)").wait()

@@ -139,7 +139,7 @@ class Lamb(Adam):
             raise_to_floor_(v.mul_(h.bias2**2), options.variance_floor, state.add_parts)
             state.cut(counted, i).copy_(v != 0)
             without[i] = variance_to_denominator_(
-                d.copy_(v), h._replace(bias2=1.0), options.zero_variance, state.add_parts, state.held[i]
+                d.copy_(v), h._replace(bias2=1.0), options.zero_variance, state.add_parts, state.fixed[i]
             )
             if gamma is not None:
                 d.div_(gamma[i])

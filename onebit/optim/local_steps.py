@@ -126,7 +126,7 @@ class LocalSteps:
 
         self._exchange.run(compress, chunks=None if undo is None else undo.chunks)
 
-    def meet(self, hyper: Tensor) -> None:
+    def synchronize(self, hyper: Tensor) -> None:
         """After the exchange: all ranks have the same parameters."""
         state, total = self.state, self._exchange.replies
         before = factor = state[FACTOR.name]

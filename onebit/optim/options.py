@@ -26,7 +26,7 @@ AskedNorm = Literal["auto", "l1", "l2", "unbiased"]
 LARGEST_FLOAT = torch.finfo(torch.float32).max  # kernels hold numbers in fp32
 SMALLEST_FLOAT = torch.finfo(torch.float32).tiny
 
-MASK = "mask"  # of a param group: see onebit.optim.held
+MASK = "mask"  # of a param group: see onebit.optim.masks
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"}
 KEYS_OF_OTHERS = {"params", "param_names", "name", "lr_scale", PROGRESS} | _OF_SCHEDULERS
 _HOW_ADAMW_RUNS = {"foreach", "capturable", "fused"}  # and not what it computes

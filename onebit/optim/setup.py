@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onebit.collectives.chunking import Chunking, candidates, shards_of
 from onebit.collectives.exchange import Exchange
-from onebit.collectives.reply import way_for
+from onebit.collectives.reply import exchange_for
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.kernels.data.hyper import Hyper
@@ -37,7 +37,7 @@ class Setup:
     device: torch.device
     groups: Sequence[Mapping[str, Any]]  # the optimizer's own param groups
     names: dict[Tensor, str] = field(default_factory=dict)  # of parameters, as far as a model gave them
-    held: dict[Tensor, Tensor] = field(default_factory=dict)  # of parameters with a mask: elements that never move
+    fixed: dict[Tensor, Tensor] = field(default_factory=dict)  # of parameters with a mask: elements that never move
 
     def __post_init__(self) -> None:
         limit = self.options.update_limit
@@ -48,9 +48,9 @@ class Setup:
             )
 
     @property
-    def way(self) -> type[Exchange]:
+    def exchange_class(self) -> type[Exchange]:
         """Of the exchange of messages."""
-        return way_for(self.options.reply, self.topology.replicas.size)
+        return exchange_for(self.options.reply, self.topology.replicas.size)
 
     @property
     def norm(self) -> Norm:
@@ -62,7 +62,7 @@ class Setup:
     @property
     def shards(self) -> int:
         """Into how many of them a chunk is cut."""
-        return shards_of(self.topology, self.way)
+        return shards_of(self.topology, self.exchange_class)
 
     def name_of(self, parameter: Tensor) -> str:
         return param_groups.name_of(parameter, self.groups, self.names)
@@ -109,7 +109,7 @@ class Setup:
                 chunk_counts=counts if compressed else (1,),
                 master_weights=self.options.master_weights,
                 parts=None if self.topology.shard is None else self.topology,
-                held=self.held,
+                fixed=self.fixed,
             )
             state.copy_parameters_to_master()
             found.append(state)
@@ -134,7 +134,7 @@ class Setup:
         if options.overlap:  # what leaves early matters more than what a chunk costs
             return max(self._possible_chunks(numel))
         chunks = Chunking(
-            self.topology, numel, self.device, options.scale, self.norm, options.block_size, self.way
+            self.topology, numel, self.device, options.scale, self.norm, options.block_size, self.exchange_class
         ).choose()
         if self.topology.shard is None:
             return chunks

@@ -26,7 +26,7 @@ from onebit.collectives.flags import read_flags, travel_in_messages
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.bits import packed
 from onebit.kernels.streams import capturing
-from onebit.optim import held
+from onebit.optim import masks
 from onebit.optim.algorithm import Algorithm, Kind, LocalSteps
 from onebit.optim.fields import FOLDED_MOMENTUM, JOINED, LAST_MOMENTUM, MASTER, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
@@ -56,7 +56,7 @@ class Part:
         """Stage 2, from the field "residual"."""
         state, options, algorithm = self.state, setup.options, setup.algorithm
         form = options.scale, setup.norm
-        exchange = setup.way(setup.topology, state.layout, state.device, *form, value=state[RESIDUAL.name])
+        exchange = setup.exchange_class(setup.topology, state.layout, state.device, *form, value=state[RESIDUAL.name])
         live, limit = algorithm.live(state), options.update_limit
         exchange.live = None if live is None else packed(live)
         exchange.all_live = live is not None and int(live.sum()) == sum(state.numels)
@@ -470,14 +470,14 @@ class Snapshot:
     def synchronize(self, hyper: Tensor, bound: bool, keep: bool = False, arrived: bool = False) -> None:
         """The exchange after local steps. bound: whether flat states know the gradients. keep: as in `exchange`.
         arrived: whether the replies are there."""
-        with held.kept(self.states):
+        with masks.fixed_kept(self.states):
             for state in () if bound else self.states:
                 state.bind_tensors()
             local = [part.local for part in self.parts if part.local is not None]
             if not arrived:
                 self.exchange_local_steps(hyper, keep)
             for each, state in zip(local, self.states, strict=True):
-                each.meet(hyper)
+                each.synchronize(hyper)
                 state.parameters_were_written()
             self.under_way = None
             for state in () if bound else self.states:
@@ -495,7 +495,7 @@ class Snapshot:
         for part in (part for part in self.parts if part.state.compressed):
             state = part.state
             state.set_chunks(chosen.pop(0))
-            held.clear_fields(state)
+            masks.clear_fields(state)
             if JOINED.name in state:
                 correct_joined_(state, rows, steps)
             without = algorithm.on_freeze(state, rows, setup.options)

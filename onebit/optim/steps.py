@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from onebit.optim import held
+from onebit.optim import masks
 from onebit.optim.algorithm import Kind, LocalSteps
 from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Gradients
@@ -49,7 +49,7 @@ class Step:
         return self.gradients.flags
 
     def _check(self, states: Sequence[FlatState], squares: Tensor | None, agree: bool) -> None:
-        held.clear_gradients(states)
+        masks.clear_gradients(states)
         self._average(states)
         topology, hyper = self.setup.topology, self.gradients.write_hyper(self.setup, self.current, clipped=False)
         ranks = topology.sender if self.alone else topology.everyone
@@ -67,7 +67,7 @@ class Step:
 
     def _average(self, states: Sequence[FlatState]) -> None:
         if not self.gradients.averaged_in_backward:
-            self.gradients.average(states, self.setup.topology.copies, self.setup.options.gradient_dtype)
+            self.gradients.average(states, self.setup.topology.data_parallel, self.setup.options.gradient_dtype)
 
     def add_squares(self, squares: Tensor) -> None:
         """Those of this rank's gradients become those of what it moves by."""
@@ -84,13 +84,13 @@ class Step:
 
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """Exchange messages, then move every part, where flags is 0."""
-        with held.kept(self.current.states):
+        with masks.fixed_kept(self.current.states):
             self._exchange(hyper)
             self._move_parts(hyper, flags)
 
     def finish(self, hyper: Tensor, flags: Tensor) -> None:
         """The rest of `move`, with the replies of an exchange that has ended on other ranks, and not on this one."""
-        with held.kept(self.current.states):
+        with masks.fixed_kept(self.current.states):
             self._move_parts(hyper, flags)
 
     def shared(self) -> list[Tensor]:
@@ -164,7 +164,7 @@ class OneBitStep(Step):
         """What is not compressed over all ranks; of what is, this rank's slices over those of its node."""
         topology, wire = self.setup.topology, self.setup.options.gradient_dtype
         if self.current.uncompressed:
-            self.gradients.average([s for s in states if not s.compressed], topology.copies, wire)
+            self.gradients.average([s for s in states if not s.compressed], topology.data_parallel, wire)
         if topology.node is not None:
             self.gradients.average_slices([s for s in states if s.compressed], topology.node, wire)
 
@@ -268,7 +268,7 @@ class SyncStep(LocalStep):
 
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         assert part.local is not None
-        part.local.meet(hyper)
+        part.local.synchronize(hyper)
 
 
 STEPS: dict[Kind, type[Step]] = {step.kind: step for step in (Step, OneBitStep, LocalStep, SyncStep)}

@@ -122,7 +122,7 @@ class ZeroOne(Adam):
         for name, root in _floors(totals, bias2, options).items():
             state[name].copy_(torch.where(flags != 0, state[name], root))
         _mark_floored(state, exchange.live)
-        if not state.held_indices:
+        if not state.fixed_indices:
             whole = (totals[:, 1] == state.scratch["numels"]) | (state[ROOT_AT_ZERO.name] != 0)
             reducer.mask_was_updated(whole.all().view(1))
         if reducer.limit is not None:
@@ -163,7 +163,7 @@ class ZeroOne(Adam):
         up_to = (there if free is None else there & free).view(-1, WORD).sum(1).cumsum(0)  # each word's end
         ends = torch.from_numpy(state.layout.offset // WORD).to(up_to.device)
         up_to = torch.cat([up_to.new_zeros(1), up_to])[torch.cat([ends, ends.new_tensor([len(up_to)])])]
-        may_move = [n - len(state.held_indices.get(i, ())) for i, n in enumerate(state.numels)]
+        may_move = [n - len(state.fixed_indices.get(i, ())) for i, n in enumerate(state.numels)]
         without = up_to.new_tensor(may_move) - up_to.diff()
         return dict(enumerate(map(int, state.add_parts(without.double()).tolist())))
 

@@ -26,7 +26,7 @@ from onebit.checkpoint import restore, schema
 from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.waits import counted
 from onebit.kernels.streams import capturing
-from onebit.optim import held, param_groups
+from onebit.optim import masks, param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.eager import eager
 from onebit.optim.grad_scaler import report_to_scaler
@@ -62,7 +62,7 @@ _NOT_MERGED = (
 
 
 class StepListener(Protocol):
-    def giving_way(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """To the messages of a step."""
 
     def step_ended(self, step: Step, flags: Tensor) -> None:
@@ -109,7 +109,7 @@ class OneBitOptimizer(Progress):
     ) -> None:
         ranks = options.pop("process_group", None), options.pop("node_group", "auto")
         chosen = Options.of(options, self.without_options)
-        self._built, self._has_warned, self._held = False, False, dict[Tensor, Tensor]()
+        self._built, self._has_warned, self._fixed = False, False, dict[Tensor, Tensor]()
         self.begun = False  # whether the kind of the coming step is decided
         self.coming: Step | None = None  # that step, until it has ended
         super().__init__(params, {**defaults, COMPRESS: True})
@@ -117,7 +117,7 @@ class OneBitOptimizer(Progress):
         groups, device = self.param_groups, param_groups.device_of(self.param_groups)
         self.rank_finder = RankFinder(*ranks, groups, chosen, device)
         topology, name = self.rank_finder.topology, type(self).__name__
-        self.setup = Setup(name, algorithm, chosen, topology, device, groups, held=self._held)
+        self.setup = Setup(name, algorithm, chosen, topology, device, groups, fixed=self._fixed)
         self.setup.warn_if_early()
         self.gradients = Gradients(device)
         self.overlap = Overlap(self, chosen.overlap)
@@ -140,7 +140,7 @@ class OneBitOptimizer(Progress):
         """One step of the stage that is due, the same on every rank, or none on any."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         param_groups.check_gradients(self.param_groups, self.setup.names)
-        with counted(self.pay_off.waits), nullcontext() if self.giver is None else self.giver.giving_way():
+        with counted(self.pay_off.waits), nullcontext() if self.giver is None else self.giver.paused():
             step = self.begin_step()
             setup, current, gradients = self.setup, self.current, self.gradients
             if not current.parts:
@@ -282,10 +282,10 @@ class OneBitOptimizer(Progress):
             self._move_to(setup, Snapshot.of(setup))
 
     def _setup_on(self, device: torch.device) -> Setup:
-        return replace(self.setup, device=device, held={p: mask.to(device) for p, mask in self._held.items()})
+        return replace(self.setup, device=device, fixed={p: mask.to(device) for p, mask in self._fixed.items()})
 
     def _move_to(self, setup: Setup, snapshot: Snapshot) -> None:
-        self.rank_finder.device, self.setup, self._held = setup.device, setup, setup.held
+        self.rank_finder.device, self.setup, self._fixed = setup.device, setup, setup.fixed
         self.gradients, self.pay_off = Gradients(setup.device), PayOff(setup.device)
         self.install(snapshot)
 
@@ -360,7 +360,7 @@ class OneBitOptimizer(Progress):
                 self.rank_finder.check_sharding(self.param_groups)
             check_last_group(self.param_groups, self.defaults.keys())
             if mask is not None:
-                self._held |= held.held_by(self.param_groups[-1], mask)
+                self._fixed |= masks.fixed_elements(self.param_groups[-1], mask)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

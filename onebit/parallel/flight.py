@@ -16,7 +16,7 @@ from onebit.collectives.undo import Undo
 from onebit.collectives.waits import waiting
 from onebit.kernels import streams
 from onebit.kernels.passes import Gradients, Scan
-from onebit.optim import held
+from onebit.optim import masks
 from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Versions, versions_of
 from onebit.optim.reducer import MomentumReducer
@@ -118,7 +118,7 @@ class Flight:
         flags = torch.zeros(1, dtype=torch.int32, device=state.device)
         members = self._members[s][chunk.index]
         found = [g if i in members else None for i, g in enumerate(self._grads[s])]
-        grads = state.stored(held.without(state, found))
+        grads = state.stored(masks.without(state, found))
         means = self._means[s]
         if means is not None and self._node is not None:
             whole = [None if g is None else g.contiguous() for g in grads]

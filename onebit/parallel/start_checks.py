@@ -13,7 +13,7 @@ from torch import Tensor
 from onebit.collectives.agreement import agree, agree_on_values, checksums
 from onebit.collectives.exchange import facts
 from onebit.collectives.transport.protocol import all_gather_values
-from onebit.optim import held
+from onebit.optim import masks
 from onebit.optim.param_groups import COMPRESS
 from onebit.optim.setup import Setup
 from onebit.optim.snapshot import Snapshot
@@ -42,7 +42,7 @@ def start(setup: Setup, current: Snapshot, *, averaged_in_backward: bool) -> lis
 
 def _agree(setup: Setup, current: Snapshot, averaged_in_backward: bool) -> list[Callable[[], None]]:
     """A ValueError on all ranks that names who differs and in what, or what to warn of."""
-    transport = setup.topology.copies
+    transport = setup.topology.data_parallel
     if setup.topology.shard is not None:  # whose ranks have parts of other sizes
         sizes = ("elements", "checksum of sizes", "masks")
         common = {name: value for name, value in _facts(setup, current).items() if name not in sizes}
@@ -76,13 +76,21 @@ def _facts(setup: Setup, current: Snapshot) -> dict[str, float | str]:
     )  # fmt: skip
     of_groups = ("lr", "betas", "eps", "weight_decay", COMPRESS)
     return {
-        **facts(numels, o.block_size, o.chunks, o.scale, setup.norm, setup.way.way, setup.topology.node is not None),
+        **facts(
+            numels,
+            o.block_size,
+            o.chunks,
+            o.scale,
+            setup.norm,
+            setup.exchange_class.reply_option,
+            setup.topology.node is not None,
+        ),
         **{name: getattr(o, name) for name in names},
         **{name: _short([_number(g[name]) for g in groups]) for name in of_groups},
         **setup.algorithm.settings(),
         "optimizer": setup.name,
         "gradient_dtype": str(o.gradient_dtype),
-        "masks": held.checksum(current.states),
+        "masks": masks.checksum(current.states),
         "memory order": _short([", ".join(permuted) or "contiguous"]),
         "dtypes": " ".join(str(state.dtype) for state in current.states),
         "freeze_step": rule if o.fixed_freeze_step is None else o.fixed_freeze_step,
@@ -95,7 +103,7 @@ def _all_have_the_same_gradients(setup: Setup, current: Snapshot) -> bool:
     """Before any averaging: then DDP does it, would do it in stage 2 as well, and nothing would be saved."""
     grads = [grad for state in current.states for grad in state.gradients_now() if grad is not None]
     own = checksums([torch.zeros(1, dtype=torch.int32, device=setup.device), *grads]).sum()[None]
-    found = all_gather_values(setup.topology.copies, own, "comparing the ranks' gradients (all-gather)")
+    found = all_gather_values(setup.topology.data_parallel, own, "comparing the ranks' gradients (all-gather)")
     return bool((found == found[0]).all() and found[0] != 0)
 
 

@@ -33,7 +33,7 @@ class Watch:
     def check(self, setup: Setup, current: Snapshot) -> None:
         """At the end of a step. A collective call where a check is due; between two exchanges of local steps it waits
         for the next."""
-        transport = setup.topology.copies
+        transport = setup.topology.data_parallel
         self._calls += 1
         self._due |= bool(self._every) and self._calls % self._every == 0
         if not self._due or not current.synchronized or transport.size == 1:

@@ -72,9 +72,13 @@ class NaiveAdam(torch.optim.AdamW):
         super().__init__(params, **options)
         self.warmup, self.steps_done = warmup, 0
         self._transport = transport_for(process_group)
-        self._held = [p for group in self.param_groups for p in group["params"]]
+        self._fixed = [p for group in self.param_groups for p in group["params"]]
         self.all_reduce = CompressedAllReduce(
-            [p.numel() for p in self._held], device=self._held[0].device, reply=1, chunks=1, process_group=process_group
+            [p.numel() for p in self._fixed],
+            device=self._fixed[0].device,
+            reply=1,
+            chunks=1,
+            process_group=process_group,
         )
 
     @property
@@ -83,12 +87,12 @@ class NaiveAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._held]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._fixed]
         if self.steps_done < self.warmup:
             average_(grads, self._transport)
         else:
             self.all_reduce(grads)
-        for p, g in zip(self._held, grads, strict=True):
+        for p, g in zip(self._fixed, grads, strict=True):
             p.grad = g
         self.steps_done += 1
         super().step()

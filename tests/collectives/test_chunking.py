@@ -126,7 +126,9 @@ def choices_where_memory_is_short(rank, size, folders, most):
     own = patch.dict(os.environ, {"ONEBIT_CACHE_DIR": folders[rank]})
     tuner.forget()
     with own, patch.object(chunking, "MOST_ELEMENTS", 0), logged() as texts:
-        chunks = Chunking(Topology.of(group()), 12_288, torch.device("cpu"), block_size=32, way=Large).choose()
+        chunks = Chunking(
+            Topology.of(group()), 12_288, torch.device("cpu"), block_size=32, exchange_class=Large
+        ).choose()
     tuner.forget()
     return chunks, [text for text in texts if "no memory" in text]
 

@@ -73,16 +73,16 @@ class Group:
 
 class Work:
     def __init__(self, device: Device, stream: Stream, held: list[Tensor]) -> None:
-        self._device, self._stream, self._clock, self._held = device, stream, dict(stream.clock), held
+        self._device, self._stream, self._clock, self._fixed = device, stream, dict(stream.clock), held
 
     def wait(self) -> None:
         if self._device.counts():
             take_over(self._device.recorder.current.clock, self._clock)
-            self._held = []
+            self._fixed = []
 
     def get_future(self) -> Result:
         future = Result(self._device)
-        self._device.keep_all(self._held, self._stream)  # NCCL lets go of them when the collective has ended
-        future.set_result(self._held)
+        self._device.keep_all(self._fixed, self._stream)  # NCCL lets go of them when the collective has ended
+        future.set_result(self._fixed)
         future.clock = self._clock
         return future

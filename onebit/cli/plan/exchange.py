@@ -21,29 +21,31 @@ from onebit.cli.plan.cluster import Cluster, Groups, Levels
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.flags import may_travel_in_messages
-from onebit.collectives.reply import AskedReply, way_for
+from onebit.collectives.reply import AskedReply, exchange_for
 from onebit.kernels.data.layout import BLOCK_SIZE, WORD
 from onebit.kernels.data.wire import bytes_of_message
 from onebit.kernels.passes import Storage, bytes_per_element
 
 
 def pass_seconds(
-    name: str, elements: float, cluster: Cluster, itemsize: int, way: type[Exchange] | None = None
+    name: str, elements: float, cluster: Cluster, itemsize: int, exchange_class: type[Exchange] | None = None
 ) -> float:
     """One pass of one rank on `elements`."""
-    copies = 1 if way is None else cluster.gpus // way.shards(cluster.gpus)
+    copies = 1 if exchange_class is None else cluster.gpus // exchange_class.shards(cluster.gpus)
     of = Storage(itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies)
     return elements * bytes_per_element(name, of) / cluster.rates.get(name, cluster.memory)
 
 
-def message_bytes(elements: int, ranks: int, chunks: int, way: type[Exchange], slices: int = 1) -> tuple[int, int]:
+def message_bytes(
+    elements: int, ranks: int, chunks: int, exchange_class: type[Exchange], slices: int = 1
+) -> tuple[int, int]:
     """Bytes of all chunks and of all slices: what one rank compresses for servers, none where there are none, and what
     every rank then has of all; itself included."""
-    parts = slices * way.shards(ranks) * chunks
+    parts = slices * exchange_class.shards(ranks) * chunks
     blocks = -(-elements // (BLOCK_SIZE * parts))
     longest = min(blocks * BLOCK_SIZE, -(-elements // WORD) * WORD)  # of one parameter: only its last block is short
     sent = slices * ranks * chunks * bytes_of_message(blocks, longest)
-    return (0, sent) if way is Direct else (sent, sent)
+    return (0, sent) if exchange_class is Direct else (sent, sent)
 
 
 def exchange(
@@ -51,7 +53,7 @@ def exchange(
     groups: Groups,
     itemsize: int,
     chunks: int,
-    way: type[Exchange],
+    exchange_class: type[Exchange],
     use: str | None = None,
     mean: float = 0.0,
 ) -> tuple[float, float]:
@@ -60,14 +62,21 @@ def exchange(
     mean: seconds for which the device waits before it compresses a chunk, for the chunk's mean over the node.
     """
     replicas, slices, part, n = groups.replicas, groups.slices, elements / chunks, groups.replicas.gpus
-    gathered, replied = (size / chunks for size in message_bytes(elements, n, chunks, way, slices))
-    compress = pass_seconds("compress", part / slices, replicas, itemsize, way)
-    average = pass_seconds("average", part / (slices * n), replicas, itemsize, way) if way is not Direct else 0.0
-    used = pass_seconds(use, part, replicas, itemsize, way) if use else 0.0
+    gathered, replied = (size / chunks for size in message_bytes(elements, n, chunks, exchange_class, slices))
+    compress = pass_seconds("compress", part / slices, replicas, itemsize, exchange_class)
+    average = (
+        pass_seconds("average", part / (slices * n), replicas, itemsize, exchange_class)
+        if exchange_class is not Direct
+        else 0.0
+    )
+    used = pass_seconds(use, part, replicas, itemsize, exchange_class) if use else 0.0
     spread = groups.node.all_gather(replied) if slices > 1 else None
-    to_all = replicas.all_gather(replied), replicas.all_gather_delay(replied / slices / n, expected=way is not Direct)
+    to_all = (
+        replicas.all_gather(replied),
+        replicas.all_gather_delay(replied / slices / n, expected=exchange_class is not Direct),
+    )
     phases = [(mean + compress, *to_all)]
-    if way is not Direct:
+    if exchange_class is not Direct:
         phases = [(mean + compress, replicas.all_to_all(gathered), replicas.message), (average, *to_all)]
     if replicas.transport == "nccl":  # one collective at a time; over Gloo others leave while these are on their way
         phases = [(work, network + delay, 0.0) for work, network, delay in phases]
@@ -111,7 +120,7 @@ def compressed_all_reduce(elements: int, cluster: Cluster, chunks: int, reply: A
     """Seconds of a call of CompressedAllReduce, in fp32."""
     groups = Groups.of(cluster, levels)
     mean = groups.node.all_to_all(elements * 4 / chunks) if groups.slices > 1 else 0.0
-    way = way_for(reply, groups.replicas.gpus)
-    sent, _ = exchange(elements, groups, 4, chunks, way, use="decode", mean=mean)
+    exchange_class = exchange_for(reply, groups.replicas.gpus)
+    sent, _ = exchange(elements, groups, 4, chunks, exchange_class, use="decode", mean=mean)
     scan = pass_seconds("scan", elements / groups.slices, cluster, 4)
     return scan + sent + agreement(elements, cluster, chunks)

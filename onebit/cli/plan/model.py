@@ -26,7 +26,7 @@ from typing import Literal
 from onebit.cli.plan.cluster import Cluster, Groups, Levels
 from onebit.cli.plan.exchange import agreement, exchange, message_bytes, pass_seconds
 from onebit.collectives.chunking import chunk_options
-from onebit.collectives.reply import AskedReply, way_for
+from onebit.collectives.reply import AskedReply, exchange_for
 from onebit.kernels.data.layout import BLOCK_SIZE
 
 BUCKET = 25 * 2**20  # bytes: DistributedDataParallel's default
@@ -90,14 +90,14 @@ def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
     """With the best number of chunks where none is given."""
     groups = Groups.of(cluster, model.levels)
     replicas = groups.replicas
-    way = way_for(model.reply, replicas.gpus)
+    exchange_class = exchange_for(model.reply, replicas.gpus)
     if chunks is None:
-        options = chunk_options(model.elements, groups.slices * way.shards(replicas.gpus), BLOCK_SIZE)
+        options = chunk_options(model.elements, groups.slices * exchange_class.shards(replicas.gpus), BLOCK_SIZE)
         return min((stage_2(model, cluster, c) for c in options), key=lambda step: step.total)
     n, itemsize = model.elements, model.itemsize
     before, mean = _node_mean(model, groups.node, chunks)
-    total, passes = exchange(n, groups, itemsize, chunks, way, mean=mean)
-    update = sum(pass_seconds(name, n, replicas, itemsize, way) for name in UPDATES[model.optimizer])
+    total, passes = exchange(n, groups, itemsize, chunks, exchange_class, mean=mean)
+    update = sum(pass_seconds(name, n, replicas, itemsize, exchange_class) for name in UPDATES[model.optimizer])
     local = _scan(model, cluster, groups.slices) + passes + update
     step = _step(model, before + total - passes, local, hides=model.overlap == "both")
     return replace(step, communication=step.communication + agreement(n, cluster, chunks), chunks=chunks)
@@ -121,7 +121,7 @@ def sent_compressed(model: Model, cluster: Cluster, chunks: int = 1) -> float:
     """The same of stage 2."""
     groups = Groups.of(cluster, model.levels)
     n, g = groups.replicas.gpus, groups.replicas.on_node
-    gathered, replied = message_bytes(model.elements, n, chunks, way_for(model.reply, n), groups.slices)
+    gathered, replied = message_bytes(model.elements, n, chunks, exchange_for(model.reply, n), groups.slices)
     ring = (n - 1) / n if cluster.nodes > 1 else 0.0
     return gathered * g * (n - g) / n + replied * ring
 

@@ -208,7 +208,7 @@ def test_what_is_given_waits_while_the_giver_is_in_a_step(monkeypatch: pytest.Mo
     wait_for_follower(giver)
     step_by(run)  # the state fills what the connection holds: nobody receives
     receiving = threading.Thread(target=lambda: kinds.append(receive_tensors(link, 0, CPU, "test")[0]["kind"]))
-    with giver.giving_way():
+    with giver.paused():
         receiving.start()
         received = -1
         while link.received > received:
@@ -217,7 +217,7 @@ def test_what_is_given_waits_while_the_giver_is_in_a_step(monkeypatch: pytest.Mo
         assert receiving.is_alive() and not kinds
     receiving.join(60)
     assert kinds == ["state"]
-    with mock.patch.object(onebit.Giver, "giving_way", autospec=True, side_effect=onebit.Giver.giving_way) as gives_way:
+    with mock.patch.object(onebit.Giver, "paused", autospec=True, side_effect=onebit.Giver.paused) as gives_way:
         step_by(run)
     gives_way.assert_called_once()
     giver.close()

@@ -66,7 +66,7 @@ def way(
     return bits([p.detach().cpu() for p in net.parameters()])
 
 
-WAYS: dict[str, dict[str, Any]] = {
+EXCHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "overlap": {"overlap": True},
     "ddp": {"how": "ddp"},
@@ -87,14 +87,14 @@ def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str
     if rank not in members:
         return None
     scalers = {"scaled": torch.amp.GradScaler(device, init_scale=256.0)}
-    given = {name: {**own, "scaler": scalers.get(name)} for name, own in WAYS.items()}
+    given = {name: {**own, "scaler": scalers.get(name)} for name, own in EXCHANGES.items()}
     return {name: way(members.index(rank), device, kind, group, **own) for name, own in given.items()}
 
 
 def check_ranks(size: int, device: str, kind: str, start: str, folder: Path) -> None:
     answers = run_ranks_once(size, all_ways, (device, kind, start, str(folder / "store")), timeout=HUNG)
     found = [each for each in answers if each is not None]
-    for way in WAYS:
+    for way in EXCHANGES:
         assert len({each[way] for each in found}) == 1, f"{way}: the ranks differ"
     ways = found[0]
     assert ways["overlap"] == ways["plain"]

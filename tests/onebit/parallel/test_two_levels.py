@@ -44,9 +44,9 @@ def test_hosts_are_nodes(rank: int, hosts: list[int], slices: int) -> bytes:
         run = Run(case, 4, rank, group())
         topology, run.optimizer, state = run.optimizer.setup.topology, case.build(run.params, group()), run.all()[1]
         run.optimizer.load_state_dict(state)
-        assert run.optimizer.setup.topology.place == topology.place
+        assert run.optimizer.setup.topology.residual_index == topology.residual_index
         run.on(5, 6)
-    assert (topology.slices, topology.place) == (slices, rank)
+    assert (topology.slices, topology.residual_index) == (slices, rank)
     assert rank > 0 or any("2 nodes of 2 ranks" in line for line in said) == (slices == 2)
     return bits(run.params)
 

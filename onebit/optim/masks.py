@@ -1,8 +1,8 @@
 """Elements that never move, such as rows of an embedding that nobody uses: a param group's mask.
 
-    {"params": [embedding.weight], "mask": mask}        bool, of the parameter's shape: False is held
+    {"params": [embedding.weight], "mask": mask}        bool, of the parameter's shape: False is fixed
 
-A held element's gradient counts as 0, in norms too, and weight decay leaves it alone. In stage 2 it has no
+A fixed element's gradient counts as 0, in norms too, and weight decay leaves it alone. In stage 2 it has no
 denominator and no part in a message's scale.
 """
 
@@ -22,8 +22,8 @@ from onebit.optim.memory_order import as_stored
 from onebit.optim.sharding import is_sharded, local
 
 
-def held_by(group: Mapping[str, Any], mask: Any) -> dict[Tensor, Tensor]:
-    """Of a group's parameters with a mask: bool, in the shape of this rank's part, True where it is held.
+def fixed_elements(group: Mapping[str, Any], mask: Any) -> dict[Tensor, Tensor]:
+    """Of a group's parameters with a mask: bool, in the shape of this rank's part, True where it is fixed.
 
     mask: one for a group of one parameter, or a sequence with one, or None, for each.
     """
@@ -52,40 +52,41 @@ def held_by(group: Mapping[str, Any], mask: Any) -> dict[Tensor, Tensor]:
                 if is_sharded(p)
                 else f"the mask of parameter {i} is a DTensor and the parameter is none: give mask.full_tensor()"
             )
-        held = ~local(own).to(p.device)
-        if bool(held.any()):
-            found[p] = held
+        fixed = ~local(own).to(p.device)
+        if bool(fixed.any()):
+            found[p] = fixed
     return found
 
 
 def clear_fields(state: FlatState) -> None:
     """What a state may have there that was saved without this mask."""
     names = [name for name, field in state.fields.items() if field.per == "element" and field is not MASTER]
-    for i, held in enumerate(state.held):
-        if held is not None:
+    for i, fixed in enumerate(state.fixed):
+        if fixed is not None:
             for name in names:
-                state.view(name, i).masked_fill_(held, 0)
+                state.view(name, i).masked_fill_(fixed, 0)
 
 
 def clear_gradients(states: Iterable[FlatState]) -> None:
     for state in states:
-        if not state.held_indices:
+        if not state.fixed_indices:
             continue
-        for held, grad in zip(state.held, state.gradients_now(), strict=True):
-            if held is not None and grad is not None:
-                grad.masked_fill_(held, 0)
+        for fixed, grad in zip(state.fixed, state.gradients_now(), strict=True):
+            if fixed is not None and grad is not None:
+                grad.masked_fill_(fixed, 0)
 
 
 def without(state: FlatState, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients, and copies of those of which something is held: others may still write to them."""
+    """Gradients, and copies of those of which something is fixed: others may still write to them."""
     return [
-        g if g is None or held is None else g.masked_fill(held, 0) for g, held in zip(grads, state.held, strict=True)
+        g if g is None or fixed is None else g.masked_fill(fixed, 0)
+        for g, fixed in zip(grads, state.fixed, strict=True)
     ]
 
 
 @contextmanager
-def kept(states: Sequence[FlatState]) -> Iterator[None]:
-    """Within it parameters are updated: what is held is put back."""
+def fixed_kept(states: Sequence[FlatState]) -> Iterator[None]:
+    """Within it parameters are updated: what is fixed is put back."""
     each = _each(states)
     before = list(map(_values, each)) if each else []
     yield
@@ -95,26 +96,26 @@ def kept(states: Sequence[FlatState]) -> Iterator[None]:
             state.elements_of(state[MASTER.name], i).index_copy_(0, indices, values.float())
 
 
-def _values(held: tuple[FlatState, int, Tensor, Tensor]) -> Tensor:
-    _, _, x, indices = held
+def _values(fixed: tuple[FlatState, int, Tensor, Tensor]) -> Tensor:
+    _, _, x, indices = fixed
     return x[indices]
 
 
 def checksum(states: Iterable[FlatState]) -> str:
-    """For ranks to compare: of what is held, and in which parameters."""
+    """For ranks to compare: of what is fixed, and in which parameters."""
     found = [
-        (i, zlib.crc32(held.cpu().numpy().tobytes()))
-        for i, held in enumerate(held for state in states for held in state.held)
-        if held is not None
+        (i, zlib.crc32(fixed.cpu().numpy().tobytes()))
+        for i, fixed in enumerate(fixed for state in states for fixed in state.fixed)
+        if fixed is not None
     ]
     return f"{len(found)} (checksum {zlib.crc32(str(found).encode())})" if found else "none"
 
 
 def _each(states: Iterable[FlatState]) -> list[tuple[FlatState, int, Tensor, Tensor]]:
-    """State, place, elements as they lie, and which of them are held, of each parameter with a mask."""
+    """State, place, elements as they lie, and which of them are fixed, of each parameter with a mask."""
     found = []
     for state in states:
-        for i, indices in state.held_indices.items():
+        for i, indices in state.fixed_indices.items():
             p = state.params[i].data  # it is no change by the user
             found.append((state, i, as_stored(local(p), state.orders[i]).view(-1), indices))
     return found
