@@ -19,7 +19,7 @@ from tests.onebit.runs import Case, bits, on_warnings, run, snapshot
 class Holder(nn.Module):
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__()
-        self.fixed = nn.ParameterList(params)
+        self.held = nn.ParameterList(params)
 
 
 class Run:
