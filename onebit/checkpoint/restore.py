@@ -33,45 +33,41 @@ from onebit.optim.mean_norm import ANEW, MeanNorm
 from onebit.optim.memory_order import flattened
 from onebit.optim.options import KEYS_OF_OTHERS, OF_ADAMW, check_group
 from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
+from onebit.optim.run import Run
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import part_of
-from onebit.optim.snapshot import Part, Snapshot
 from onebit.optim.stages import Stages
+from onebit.optim.state import MomentumAt, Part, State
 from onebit.warning import warn
 
 
-def from_state_dict(
-    setup: Setup, current: Snapshot, state_dict: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], Snapshot]:
+def from_state_dict(run: Run, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Run]:
     """What `restored` returns, from what an optimizer's `state_dict` did."""
-    groups = _checked_groups(setup, state_dict)
+    groups = _checked_groups(run.setup, state_dict)
     keys = chain.from_iterable(g["params"] for g in groups)
-    params = chain.from_iterable(g["params"] for g in setup.groups)
+    params = chain.from_iterable(g["params"] for g in run.setup.groups)
     state = {p: state_dict["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
-    return restored(setup, current, state, checked_numbers(groups[0].get(PROGRESS, "")), groups)
+    return restored(run, state, checked_numbers(groups[0].get(PROGRESS, "")), groups)
 
 
-def adopted(setup: Setup, current: Snapshot, state: Mapping[Tensor, Saved]) -> Snapshot:
-    """Where a run of stage 1 goes on from with `state`, which a user has put into `optimizer.state`."""
+def adopted(run: Run, state: Mapping[Tensor, Saved]) -> Run:
+    """Return the run of stage 1 that goes on from `state`, which a user has put into `optimizer.state`."""
     check_states(state)
-    used = {"step", *(field.name for each in current.states for field in each.fields.values())}
+    used = {"step", *(field.name for each in run.state.states for field in each.fields.values())}
     state = {p: {name: v for name, v in own.items() if name in used} for p, own in state.items()}
-    for each in current.states:
+    for each in run.state.states:
         each.take_over_writes()
-    return restored(setup, current, state, progress(setup, current), setup.groups)[1]
+    return restored(run, state, progress(run), run.setup.groups)[1]
 
 
 def restored(
-    setup: Setup,
-    current: Snapshot,
-    state: Mapping[Tensor, Saved],
-    reached: dict[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-) -> tuple[list[dict[str, Any]], Snapshot]:
-    """What each param group is updated with, and where the run had come to. Nothing changes.
+    run: Run, state: Mapping[Tensor, Saved], reached: dict[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], Run]:
+    """Return what each param group is updated with, and the run that goes on from `state`. Nothing changes.
 
     reached, groups: how far the run had come, and what every param group had beside its parameters.
     """
+    setup = run.setup
     # without empty dicts: torch's get_optimizer_state_dict puts them where a flattened state lacks a name
     saved = {
         p: {name: v for name, v in (state.get(p) or {}).items() if not isinstance(v, Mapping) or v}
@@ -81,7 +77,7 @@ def restored(
     numbers = _numbers(setup, reached, saved)
     merged = _merged_options(setup, groups, numbers["compressing"])
     own = [{**group, **new} for group, new in zip(setup.groups, merged, strict=True)]
-    return merged, _Restoration(setup, numbers, saved, own).snapshot(len(current.compressed))
+    return merged, Run(setup, _Restoration(setup, numbers, saved, own).state(len(run.state.compressed)))
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class _Restoration:
     saved: Mapping[Tensor, Saved]
     groups: Sequence[Mapping[str, Any]]  # each param group with the options that were saved
 
-    def snapshot(self, dtypes: int) -> Snapshot:
+    def state(self, dtypes: int) -> State:
         """dtypes: of the parameters that are compressed."""
         setup, numbers, chunks = self.setup, self.numbers, list[int]()
         if numbers["compressing"]:
@@ -120,7 +116,8 @@ class _Restoration:
         compressing = numbers["compressing"]
         stages = Stages(rule, setup.device, steps=steps, skipped=skipped, compressing=compressing)
         mean_norm, sent = MeanNorm(setup.device, self._mean_norm()), int(numbers["wire_bytes"])
-        return Snapshot(parts, stages, mean_norm, sent, merged=compressing, momentum_is_dense=compressing)
+        at: MomentumAt = "exp_avg" if compressing else "messages"
+        return State(parts, stages, mean_norm, sent, merged=compressing, momentum_at=at)
 
     def _mean_norm(self) -> list[float]:
         """With another number of senders F is not known: a mean of more gradients is shorter."""

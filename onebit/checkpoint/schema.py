@@ -29,9 +29,10 @@ from onebit.kernels.data.bits import unpacked
 from onebit.optim.fields import MASTER, MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.memory_order import in_shape
+from onebit.optim.run import Run
 from onebit.optim.setup import Setup
 from onebit.optim.sharding import as_whole
-from onebit.optim.snapshot import Part, Snapshot
+from onebit.optim.state import Part
 
 VERSION = 3
 
@@ -41,14 +42,14 @@ def saved_fields(setup: Setup, state: FlatState) -> list[Field]:
     return [*setup.algorithm.saved_fields(state.compressed), *([MASTER] if MASTER.name in state else [])]
 
 
-def save(setup: Setup, current: Snapshot, residuals: bool = True) -> dict[Tensor, dict[str, Any]]:
-    """Without communication. residuals: False for what every rank has the same in any case."""
-    steps = int(current.stages.counts[0])
+def save(run: Run, residuals: bool = True) -> dict[Tensor, dict[str, Any]]:
+    """Return the state, without communication. residuals: False for what every rank has the same in any case."""
+    setup, steps = run.setup, int(run.state.stages.counts[0])
     step = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
     saved: dict[Tensor, dict[str, Any]] = {}
-    for part in current.parts:
+    for part in run.state.parts:
         part.state.take_over_writes()
-        fields, of_stage_2 = saved_fields(setup, part.state), _of_stage_2(setup, current, part, residuals)
+        fields, of_stage_2 = saved_fields(setup, part.state), _of_stage_2(run, part, residuals)
         for i, p in enumerate(part.state.params):
             group = setup.groups[part.state.groups[i]]
             found = {name: values[i] for name, values in of_stage_2.items()}
@@ -62,13 +63,13 @@ def save(setup: Setup, current: Snapshot, residuals: bool = True) -> dict[Tensor
     return saved
 
 
-def live(setup: Setup, current: Snapshot) -> dict[Tensor, dict[str, Tensor]]:
+def live(run: Run) -> dict[Tensor, dict[str, Tensor]]:
     """`optimizer.state`: every name that `save` saves. What has another form while it trains, or is not used in this
     stage, is an empty tensor here, all else a view."""
-    step, empty = current.stages.counts[0], torch.zeros(0, dtype=torch.float32, device=setup.device)
+    step, empty = run.state.stages.counts[0], torch.zeros(0, dtype=torch.float32, device=run.setup.device)
     shown: dict[Tensor, dict[str, Tensor]] = {}
-    for part in current.parts:
-        state, fields = part.state, saved_fields(setup, part.state)
+    for part in run.state.parts:
+        state, fields = part.state, saved_fields(run.setup, part.state)
         for i, p in enumerate(state.params):
             views = state.views(i) | {f.name: state.view(f.name, i) for f in fields if f.name in _numbers(state)}
             shown[p] = {"step": step} | {field.name: views.get(field.name, empty) for field in fields}
@@ -79,12 +80,12 @@ def _numbers(state: FlatState) -> list[str]:
     return [name for name, field in state.fields.items() if field.per == "parameter"]
 
 
-def _of_stage_2(setup: Setup, current: Snapshot, part: Part, residuals: bool) -> dict[str, list[Tensor]]:
+def _of_stage_2(run: Run, part: Part, residuals: bool) -> dict[str, list[Tensor]]:
     """Momentum of every parameter, and what was left out, if all ranks have the same."""
     if part.reducer is None:
         return {}
-    found = {MOMENTUM.name: part.last_momentum(setup.algorithm)}
-    return found | {RESIDUAL.name: part.residuals()} if residuals and current.merged else found
+    found = {MOMENTUM.name: part.last_momentum(run.setup.algorithm)}
+    return found | {RESIDUAL.name: part.residuals()} if residuals and run.state.merged else found
 
 
 def _value(state: FlatState, field: Field, index: int, found: dict[str, Tensor]) -> Tensor:
@@ -101,9 +102,9 @@ def _value(state: FlatState, field: Field, index: int, found: dict[str, Tensor])
     return value.view(1) if field.per == "parameter" else value
 
 
-def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
+def progress(run: Run) -> dict[str, Any]:
     """How far the run has come, the same on every rank."""
-    stages = current.stages
+    setup, state, stages = run.setup, run.state, run.state.stages
     return {
         "version": VERSION,
         "optimizer": setup.name,
@@ -111,12 +112,12 @@ def progress(setup: Setup, current: Snapshot) -> dict[str, Any]:
         "steps": int(stages.counts[0]),
         "skipped_steps": int(stages.counts[1]),
         "compressing": stages.compressing,
-        "chunks": [state.layout.chunks for state in current.compressed],
+        "chunks": [each.layout.chunks for each in state.compressed],
         "messages": messages_of(setup),
         "bias_correction": bool(setup.options.bias_correction),
-        "wire_bytes": current.wire_bytes,
+        "wire_bytes": state.wire_bytes,
         "settings": dict(setup.algorithm.settings()),
-        "mean_norm": current.mean_norm.numbers.tolist(),
+        "mean_norm": state.mean_norm.numbers.tolist(),
         "trace": stages.rule.state(),
     }
 

@@ -26,9 +26,10 @@ from onebit.elastic.members import NEW, facts_of_model, is_new
 from onebit.elastic.moving import Shared, put_group_values
 from onebit.kernels import streams
 from onebit.kernels.log import tell
+from onebit.optim import merging
 from onebit.optim.gradients import Gradients
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.run import Run
+from onebit.optim.state import State
 from onebit.optim.steps import STEPS
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
@@ -80,14 +81,14 @@ class Follower:
     def __init__(self, inner: OneBitOptimizer, link: Link) -> None:
         self._inner, self._link = inner, link
         self._gradients = Gradients(inner.setup.device)
-        self._run: tuple[Setup, Snapshot] | None = None  # as far as this process has followed it
+        self._run: Run | None = None  # as far as this process has followed it
         self._groups: list[dict[str, Any]] | None = None  # of the run's param groups, once it has ended
         self._failed: Exception | None = None
         self._caught_up = threading.Event()
-        for state in inner.current.states:
+        for state in inner.run.state.states:
             for name in tuple(state.fields):
                 state.remove(name)
-        inner.install(inner.current)
+        inner.install(inner.run)
         self._thread = threading.Thread(target=self._follow, name="onebit follower", daemon=True)
         self._thread.start()
 
@@ -121,16 +122,15 @@ class Follower:
         self.close()
         if self._run is None or self._groups is None:
             return None
-        inner, (setup, current) = self._inner, self._run
-        current.read_last_step(setup)
-        shared = Shared.of(inner, schema.save(setup, current, residuals=False), schema.progress(setup, current))
+        self._run.read_last_step()
+        shared = Shared.of(self._inner, schema.save(self._run, residuals=False), schema.progress(self._run))
         return replace(shared, groups=self._groups)
 
     def close(self) -> None:
         """Follow no further. The optimizer has a state of its own again."""
         self._link.close()
         self._thread.join()
-        self._inner.install(Snapshot.of(self._inner.setup))
+        self._inner.install(replace(self._inner.run, state=State.of(self._inner.setup)))
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -172,26 +172,26 @@ class Follower:
         nodes, slices = value["nodes"], value["slices"]
         node = Absent(0, slices) if slices > 1 else None
         setup = replace(inner.setup, topology=Topology(Absent(1, nodes * slices), Absent(0, nodes), node))
-        groups, snapshot = shared.restored(setup, inner.current)
+        groups, run = shared.restored(replace(inner.run, setup=setup))
         shared.put_parameters(inner, groups)
-        self._run = setup, snapshot
+        self._run = run
 
     def _take(self, value: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         assert self._run is not None, "a state comes first"
-        setup, current = self._run
+        run, state = self._run, self._run.state
         put_group_values(self._inner, value["groups"])
-        current.read_last_step(setup)
-        if value["compressing"] and not current.stages.compressing:
-            current.freeze(setup, value["chunks"])
-        flags = torch.full((1,), int(value["skipped"]), dtype=torch.int32, device=setup.device)
-        current.use_momentum(setup, value["kind"])
-        step = STEPS[value["kind"]](setup, current, self._gradients)
+        run.read_last_step()
+        if value["compressing"] and not state.stages.compressing:
+            run.freeze(value["chunks"])
+        flags = torch.full((1,), int(value["skipped"]), dtype=torch.int32, device=run.setup.device)
+        merging.use_momentum(run.setup, state, value["kind"])
+        step = STEPS[value["kind"]](run, self._gradients)
         if not value["skipped"]:
             hyper, *shared = tensors
             step.follow(iter(shared), hyper, flags)
         step.count(flags)
-        current.mean_norm.put(value["mean_norm"])
-        for p in (p for state in current.states for p in state.params):
+        state.mean_norm.put(value["mean_norm"])
+        for p in (p for each in state.states for p in each.params):
             p.grad = None
-        if current.stages.counts.tolist() != value["counts"]:
+        if state.stages.counts.tolist() != value["counts"]:
             raise CollectiveError(f"{PHASE}: a step is missing")

@@ -139,8 +139,8 @@ class Giver:
     def _state(self) -> Entry:
         inner = self._inner
         inner.catch_up()
-        setup, current = inner.setup, inner.current
-        shared = Shared.of(inner, schema.save(setup, current, residuals=False), schema.progress(setup, current)).clone()
+        run, setup = inner.run, inner.setup
+        shared = Shared.of(inner, schema.save(run, residuals=False), schema.progress(run)).clone()
         value, tensors = shared.packed()
         ranks = {"nodes": setup.topology.nodes, "slices": setup.topology.slices}
         return Entry({"kind": "state", "facts": facts_of_model(setup, ""), **ranks, **value}, tensors)
@@ -224,17 +224,17 @@ class Log:
 
 def _entry(step: Step, flags: Tensor, inner: OneBitOptimizer) -> Entry:
     """What a process that follows needs to take this step."""
-    current, skipped = step.current, not step.alone and bool(flags.any())
-    if isinstance(step, SyncStep) and not current.synchronized:  # a rank died: the new group exchanges again
-        step = LocalStep(step.setup, current, step.gradients)
+    state, skipped = step.run.state, not step.alone and bool(flags.any())
+    if isinstance(step, SyncStep) and not state.synchronized:  # a rank died: the new group exchanges again
+        step = LocalStep(step.run, step.gradients)
     value = {
         "kind": step.kind,
         "skipped": skipped,
-        "counts": current.stages.counts.tolist(),
+        "counts": state.stages.counts.tolist(),
         "groups": group_values(inner),
-        "compressing": current.stages.compressing,
-        "mean_norm": current.mean_norm.numbers.tolist(),
-        "chunks": [state.layout.chunks for state in current.compressed],
+        "compressing": state.stages.compressing,
+        "mean_norm": state.mean_norm.numbers.tolist(),
+        "chunks": [each.layout.chunks for each in state.compressed],
     }
     shared = [] if skipped else step.shared()
     return Entry(value, [t.detach().to(CPU, copy=True) for t in (inner.gradients.hyper, *shared)])

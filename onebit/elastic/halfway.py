@@ -101,45 +101,45 @@ class Settlement(Members):
 
     def settle(self, inner: OneBitOptimizer) -> None:
         """On a rank that stays."""
-        everyone, current, coming = self.everyone, inner.current, inner.coming
+        everyone, run, coming = self.everyone, inner.run, inner.coming
         if self.rows[everyone.rank].under_way and not self.finishes(everyone.rank):
-            current.take_back_exchange()
+            run.take_back_exchanges()
             if isinstance(coming, SyncStep):  # its local step has ended
                 inner.end_step(coming, inner.gradients.flags)
                 inner.catch_up()
         for other in filter(self.finishes, self.stayers):
             if everyone.rank == self.ahead and self.rows[other].under_way:
-                replies = [reducer.replies.buffer for reducer in current.reducers]
+                replies = [reducer.replies.buffer for reducer in run.state.reducers]
                 send_tensors(everyone, other, None, replies, inner.setup.device, _FINISHING)
             elif everyone.rank == other:
                 self._finish(inner)
         frozen = [self.rows[rank] for rank in self.stayers if self.rows[rank].compressing]
         if frozen and not inner.compressing:
-            for tell in current.freeze(inner.setup, frozen[0].chunks):
+            for tell in run.freeze(frozen[0].chunks):
                 tell()
-            inner.install(current)
+            inner.install(run)
 
     def _finish(self, inner: OneBitOptimizer) -> None:
         """The coming step, which other ranks have finished. This rank has sent all that it was to send."""
-        setup, current, gradients, step = inner.setup, inner.current, inner.gradients, inner.coming
+        run, gradients, step = inner.run, inner.gradients, inner.coming
         own, ahead = self.rows[self.everyone.rank], self.rows[self.ahead]
         if own.under_way:
-            _, replies = receive_tensors(self.everyone, self.ahead, setup.device, _FINISHING)
-            for reducer, buffer in zip(current.reducers, replies, strict=True):
+            _, replies = receive_tensors(self.everyone, self.ahead, run.setup.device, _FINISHING)
+            for reducer, buffer in zip(run.state.reducers, replies, strict=True):
                 reducer.replies.buffer.copy_(buffer)
         if step is None:
-            current.synchronize(gradients.write_hyper(setup, current), bound=False, arrived=True)
+            run.synchronize_local_steps(gradients.write_hyper(run), bound=False, arrived=True)
             return
-        skipped, flags, under_way = ahead.skipped > own.skipped, gradients.flags, current.under_way
+        skipped, flags, under_way = ahead.skipped > own.skipped, gradients.flags, run.state.under_way
         if under_way is None:
-            gradients.clip_as_asked(setup, current)
+            gradients.clip_as_asked(run)
         if not step.alone:
             flags.fill_(int(skipped))
         if under_way is None:
-            step.move(gradients.write_hyper(setup, current), flags)
+            step.move(gradients.write_hyper(run), flags)
         elif under_way.by_flags and skipped:
-            current.take_back_exchange()
+            run.take_back_exchanges()
         else:
-            step.finish(gradients.write_hyper(setup, current), flags)
+            step.finish(gradients.write_hyper(run), flags)
         inner.end_step(step, flags)
         inner.catch_up()

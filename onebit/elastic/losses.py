@@ -10,19 +10,17 @@ from torch import Tensor
 
 from onebit.elastic.members import Members
 from onebit.kernels.log import to_log
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.run import Run
 
 
-def warn_of_losses(setup: Setup, current: Snapshot, members: Members) -> None:
-    """One log line, on the first rank that stays, which tells how large its own residuals are. setup, current:
-    before."""
-    ranks, gone = members.ranks_before, members.gone
-    if not gone or not current.reducers or members.everyone.rank != members.stayers[0]:
+def warn_of_losses(run: Run, members: Members) -> None:
+    """One log line, on the first rank that stays, which tells how large its own residuals are. run: before."""
+    setup, state, ranks, gone = run.setup, run.state, members.ranks_before, members.gone
+    if not gone or not state.reducers or members.everyone.rank != members.stayers[0]:
         return
-    exchanges = [reducer.exchange for reducer in current.reducers]
-    dense = current.momentum_is_dense
-    parts = ((part, reducer) for part in current.parts if (reducer := part.reducer) is not None)
+    exchanges = [reducer.exchange for reducer in state.reducers]
+    dense = state.momentum_at == "exp_avg"
+    parts = ((part, reducer) for part in state.parts if (reducer := part.reducer) is not None)
     m = _norm([m for p, r in parts for m in (p.last_momentum(setup.algorithm) if dense else r.momentum())])
     own = [exchange.residual.left_out() for exchange in exchanges]
     served = [exchange.server_residual.left_out() for exchange in exchanges if exchange.server_residual is not None]
@@ -34,8 +32,8 @@ def warn_of_losses(setup: Setup, current: Snapshot, members: Members) -> None:
     )
     if served:
         text += f", and one of {_size(served, m)} for the part that it averages"
-    if not current.synchronized:
-        text += f". The {current.local_steps_taken} steps that they took since the last exchange are lost, too"
+    if not state.synchronized:
+        text += f". The {state.local_steps_taken} steps that they took since the last exchange are lost, too"
     to_log(logging.WARNING, "%s", text)
 
 

@@ -24,7 +24,7 @@ NEW = "On a rank that joins build a new model and optimizer, take no step and lo
 
 def is_new(inner: OneBitOptimizer) -> bool:
     """Whether a rank has begun no step and loaded nothing. Reading it waits for the device."""
-    return not inner.current.ranks_agree and not bool(inner.current.stages.counts.any())
+    return not inner.run.state.ranks_agree and not bool(inner.run.state.stages.counts.any())
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Member:
 
     @classmethod
     def of(cls, inner: OneBitOptimizer, kept: list[int]) -> Member:
-        current, coming, topology = inner.current, inner.coming, inner.setup.topology
-        counts, under_way, alone = current.stages.counts.tolist(), current.under_way, current.local_steps_taken
+        state, coming, topology = inner.run.state, inner.coming, inner.setup.topology
+        counts, under_way, alone = state.stages.counts.tolist(), state.under_way, state.local_steps_taken
         ends_local_steps = under_way is not None and (coming is None or isinstance(coming, SyncStep))
         is_due = alone > 0 and inner.setup.algorithm.kind(counts[0]) == "sync"
         return cls(
@@ -65,15 +65,15 @@ class Member:
             before=inner.before_reform,
             attempts=sum(counts) + (ends_local_steps and coming is not None),
             skipped=counts[1],
-            mean_norm=current.mean_norm.numbers.tolist(),
+            mean_norm=state.mean_norm.numbers.tolist(),
             alone=alone,
-            local=current.local_progress,
+            local=state.local_progress,
             open=ends_local_steps or is_due,
             under_way=under_way is not None,
             can_undo=under_way is None or bool(under_way.undo),
             has_averages=type(coming) is Step and inner.begun,
-            compressing=current.stages.compressing,
-            chunks=[state.layout.chunks for state in current.compressed],
+            compressing=state.stages.compressing,
+            chunks=[each.layout.chunks for each in state.compressed],
             overlaps=inner.overlap.wanted,
             follows=inner.follower is not None,
             cannot_give=_why_not(lambda: group_values(inner)),

@@ -18,8 +18,7 @@ from onebit.collectives.hand_over import receive_tensors, send_tensors
 from onebit.collectives.transport.protocol import Ranks
 from onebit.optim.fields import RESIDUAL
 from onebit.optim.param_groups import PROGRESS
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.run import Run
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 Saved = dict[Tensor, dict[str, Any]]
@@ -28,7 +27,7 @@ _JOINING = "handing a state to a rank that joins (send)"
 
 
 def send_shares(ranks: Ranks, to: int, place: int, shares: Sequence[Tensor], device: torch.device) -> None:
-    """Send the `Snapshot.residual_shares` of a rank that leaves. place: that of this rank."""
+    """Send the `residual_shares` of a rank that leaves. place: that of this rank."""
     send_tensors(ranks, to, {"place": place}, shares, device, _LEAVING)
 
 
@@ -49,12 +48,12 @@ class Shared:
 
     @classmethod
     def of(cls, inner: OneBitOptimizer, saved: Saved, numbers: dict[str, Any]) -> Shared:
-        current, params = inner.current, _parameters(inner)
-        with current.keep_last_sync():
+        run, params = inner.run, _parameters(inner)
+        with run.keep_last_sync():
             x = [p.detach().clone() for p in params]
         states = [{name: v for name, v in saved.get(p, {}).items() if name != RESIDUAL.name} for p in params]
         own = dict(zip(params, states, strict=True))
-        for p, last in current.masters_at_last_sync():
+        for p, last in run.state.masters_at_last_sync():
             own[p]["master"] = last
         return cls({**numbers, "wire_bytes": 0}, group_values(inner), states, x)
 
@@ -82,12 +81,12 @@ class Shared:
     def receive(cls, ranks: Ranks, source: int, device: torch.device) -> Shared:
         return cls.unpacked(*receive_tensors(ranks, source, device, _JOINING))
 
-    def restored(self, setup: Setup, current: Snapshot) -> tuple[list[dict[str, Any]], Snapshot]:
+    def restored(self, run: Run) -> tuple[list[dict[str, Any]], Run]:
         """See `restore.restored`."""
-        params = [p for group in setup.groups for p in group["params"]]
+        params = [p for group in run.setup.groups for p in group["params"]]
         states = dict(zip(params, self.states, strict=True))
         numbers = checked_numbers(schema.as_text(self.numbers))
-        return restore.restored(setup, current, states, numbers, self.groups)
+        return restore.restored(run, states, numbers, self.groups)
 
     @property
     def digest(self) -> str:

@@ -34,7 +34,8 @@ from onebit.elastic.losses import warn_of_losses
 from onebit.elastic.members import Member, Members, facts_of_model, is_new
 from onebit.elastic.moving import Saved, Shared, receive_shares, send_shares
 from onebit.kernels.log import tell
-from onebit.optim.snapshot import Snapshot
+from onebit.optim import merging
+from onebit.optim.run import Run
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
 from onebit.parallel.watch import Watch
@@ -89,7 +90,7 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
         nodes = inner.rank_finder.how_nodes_are_found(process_group)
         agree(everyone, inner.setup.device, facts_of_model(inner.setup, nodes))
         members.check()
-        topology, before = inner.rank_finder.topology_of(process_group), inner.current
+        topology, before = inner.rank_finder.topology_of(process_group), inner.run.state
         own.go_on(members, topology)
     if members.stayers:
         if members.sync_is_due:
@@ -147,28 +148,28 @@ class _Own:
             members.settle(inner)
             self._save(members)
         received = self._get_states(members)
-        built: list[tuple[list[dict[str, Any]], Snapshot]] = []
+        built: list[tuple[list[dict[str, Any]], Run]] = []
         build = partial(self._restored, topology, received)
         gathered(members.everyone, self.device, lambda: built.append(build()), _BUILDING)
-        ((groups, snapshot),) = built
-        snapshot.add_residual_shares(self.shares)
+        ((groups, run),) = built
+        merging.add_residual_shares(run.state, self.shares)
         if members.stayers:
-            warn_of_losses(inner.setup, inner.current, members)
+            warn_of_losses(inner.run, members)
         if received is not None:
             received.put_parameters(inner, groups)
         if stays:
-            snapshot.stages.go_on_counting(inner.current.stages, members.left_out)
+            run.state.stages.go_on_counting(inner.run.state.stages, members.left_out)
         if members.stayers:
-            self._go_on_between_exchanges(topology, snapshot, members.local_progress)
+            self._go_on_between_exchanges(run, members.local_progress)
         before = {"ranks": members.ranks_before, "kept": members.kept[members.everyone.rank]} if members.stayers else {}
-        inner.before_reform = {**before, "attempts": int(snapshot.stages.counts.sum())}
+        inner.before_reform = {**before, "attempts": int(run.state.stages.counts.sum())}
         inner.reforms = members.reforms + 1
-        use_ranks(inner, topology, snapshot, members.overlap)
+        use_ranks(inner, run, members.overlap)
 
     def _check(self) -> None:
         inner = self.inner
-        inner.current.check_own_parameters("reform")
-        if inner.current.under_way is None:
+        inner.run.check_own_parameters("reform")
+        if inner.run.state.under_way is None:
             inner.catch_up()
         if inner.setup.topology.shard is not None:
             raise ValueError(
@@ -201,7 +202,7 @@ class _Own:
 
     def _check_between_steps(self) -> None:
         self._check()
-        if self.inner.current.under_way is not None:
+        if self.inner.run.state.under_way is not None:
             raise ValueError(
                 "reform with leaving= after a step that did not end: ranks leave in good order between two steps. Call "
                 "reform on those that are left, without leaving="
@@ -209,17 +210,17 @@ class _Own:
 
     def _shares(self) -> dict[Tensor, Tensor]:
         """Those of this rank itself."""
-        found = self.inner.current.residual_shares(self.inner.setup)
-        if self.inner.current.momentum_is_dense:
+        found = merging.residual_shares(self.inner.setup, self.inner.run.state)
+        if self.inner.run.state.momentum_at == "exp_avg":
             self.inner.begun = False  # the coming step puts m where it reads it once more, should ranks not change
         return found
 
     def _save(self, members: Settlement) -> None:
         """What this rank has now, beside what others have handed over."""
-        setup, current = self.inner.setup, self.inner.current
+        run = self.inner.run
         for p, share in self._shares().items():
             self.shares[p] = self.shares[p] + share if p in self.shares else share
-        self.saved, self.numbers = schema.save(setup, current, residuals=False), schema.progress(setup, current)
+        self.saved, self.numbers = schema.save(run, residuals=False), schema.progress(run)
         self.numbers["steps"] += members.left_out
         self.numbers["mean_norm"] = members.rows[members.stayers[0]].mean_norm  # a step may have ended on some alone
         for own in self.saved.values():
@@ -262,35 +263,32 @@ class _Own:
     def _shared(self) -> Shared:
         return Shared.of(self.inner, self.saved, self.numbers)
 
-    def _restored(self, topology: Topology, received: Shared | None) -> tuple[list[dict[str, Any]], Snapshot]:
+    def _restored(self, topology: Topology, received: Shared | None) -> tuple[list[dict[str, Any]], Run]:
         """What each param group is updated with, and the state as the new ranks cut it."""
-        setup, current = replace(self.inner.setup, topology=topology), self.inner.current
+        run = replace(self.inner.run, setup=replace(self.inner.setup, topology=topology))
         for p, share in self.shares.items():
             if not bool(share.isfinite().all()):
                 raise ValueError(
-                    f"the residual of parameter {setup.name_of(p)} is not finite, as no run leaves it: the state is "
-                    f"damaged. Load the last checkpoint"
+                    f"the residual of parameter {run.setup.name_of(p)} is not finite, as no run leaves it: the state "
+                    f"is damaged. Load the last checkpoint"
                 )
         if received is not None:
-            return received.restored(setup, current)
-        return restore.restored(setup, current, self.saved, self.numbers, setup.groups)
+            return received.restored(run)
+        return restore.restored(run, self.saved, self.numbers, run.setup.groups)
 
-    def _go_on_between_exchanges(self, topology: Topology, snapshot: Snapshot, progress: Any) -> None:
+    def _go_on_between_exchanges(self, run: Run, progress: Any) -> None:
         """What a load has no use for: local steps since the last exchange, of which all have this progress."""
-        inner = self.inner
         if any(taken for taken, *_ in progress):
-            setup = replace(inner.setup, topology=topology)
-            hyper = inner.gradients.write_hyper(setup, snapshot)
-            before = None if inner.current.synchronized else inner.current
-            snapshot.go_on_with_local_steps(setup, hyper, progress, before)
+            before = self.inner.run.state
+            hyper = self.inner.gradients.write_hyper(run)
+            run.continue_local_steps(hyper, progress, None if before.synchronized else before)
 
 
-def use_ranks(inner: OneBitOptimizer, topology: Topology, snapshot: Snapshot, overlap: bool) -> None:
-    """Go on from `snapshot`. Ranks compare what they have with the coming step, as before the first one.
+def use_ranks(inner: OneBitOptimizer, run: Run, overlap: bool) -> None:
+    """Go on with `run`. Ranks compare what they have with the coming step, as before the first one.
     overlap: whether all want it."""
-    inner.rank_finder.go_on_with(topology)
-    inner.setup = replace(inner.setup, topology=topology)
+    inner.rank_finder.go_on_with(run.setup.topology)
     inner.overlap.go_on_with_others(overlap)
     inner.watch = Watch(inner.setup.options.check_every)
     inner.averaged_in_backward, inner.leave_out_buckets = False, lambda buckets: None
-    inner.install(snapshot)
+    inner.install(run)

@@ -18,7 +18,7 @@ def attach_if_distributed(model: nn.Module, optimizer: OneBitOptimizer) -> None:
 
 def warn_of_total(optimizer: OneBitOptimizer, total: float) -> None:
     """Warn where a run of so many steps is over before stage 2 begins."""
-    rule, here = optimizer.current.stages.rule, optimizer.setup.topology.everyone
+    rule, here = optimizer.run.state.stages.rule, optimizer.setup.topology.everyone
     earliest = 2 * rule.window if rule.freeze_step is None else rule.freeze_step
     if here.rank == 0 and not optimizer.compressing and earliest >= total:
         warn(

@@ -18,6 +18,7 @@ and nobody's residuals.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from onebit.collectives.signs_of_life import end_all_waits
 from onebit.elastic.moving import group_values
 from onebit.elastic.reform import reform
 from onebit.kernels.log import tell
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.state import State
 from onebit.parallel.unwrap import own_optimizer
 
 try:
@@ -160,7 +161,7 @@ class OptimizerWrapper(TorchftWrapper):
         inner = self._inner
         if reformed != self._reformed:
             inner.overlap.abandon()
-            inner.install(Snapshot.of(inner.setup))
+            inner.install(replace(inner.run, state=State.of(inner.setup)))
             inner.reforms, inner.before_reform = 0, {}
         else:
             for group, new in zip(inner.param_groups, groups, strict=True):

@@ -20,8 +20,7 @@ from onebit.kernels.data.hyper import COLUMNS, Hyper
 from onebit.kernels.data.upload import Upload
 from onebit.optim.flat_state import FlatState
 from onebit.optim.param_groups import on_device
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.run import Run
 
 _LR, _GRAD_SCALE = Hyper._fields.index("lr"), Hyper._fields.index("grad_scale")
 
@@ -64,39 +63,39 @@ class Gradients:
         self.node_mean = self.node_mean is not False and not by_exchange
         return self.node_mean
 
-    def set_scale(self, scale: Tensor | None, found_inf: Tensor | int | None, setup: Setup, current: Snapshot) -> None:
+    def set_scale(self, scale: Tensor | None, found_inf: Tensor | int | None, run: Run) -> None:
         """A step begins with what GradScaler has. What backward has averaged in stage 2 over ranks whose scales differ
         is divided by the mean of them on all."""
         self._unscale, self._found_inf, self._in_step, self._has_written = None, found_inf, True, False
         if scale is not None:
-            scale, copies = scale.detach().to(self.flags.device, torch.float64).view(1), setup.topology.data_parallel
-            if self.averaged_in_backward and current.stages.compressing:
-                scale = scale / copies.size
-                copies.all_sum(scale, "averaging the scales of gradients (all-reduce of one number)").wait()
+            scale, ranks = scale.detach().to(self.flags.device, torch.float64).view(1), run.setup.topology.data_parallel
+            if self.averaged_in_backward and run.state.stages.compressing:
+                scale = scale / ranks.size
+                ranks.all_sum(scale, "averaging the scales of gradients (all-reduce of one number)").wait()
             self._unscale = scale.reciprocal().float()
 
-    def write_hyper(self, setup: Setup, current: Snapshot, clipped: bool = True) -> Tensor:
+    def write_hyper(self, run: Run, clipped: bool = True) -> Tensor:
         """Every group's numbers for the coming step, on the device; with what gradients are multiplied by."""
         if self._has_written and self._clip is None:
             return self._hyper.values
         self._has_written = self._in_step and self._clip is None
-        step = current.stages.steps + 1 if current.needs_step_number(setup) else 1  # none of the numbers depends on it
+        step = run.state.stages.steps + 1 if run.needs_step_number else 1  # none of the numbers depends on it
         parts = [each for each in (self._unscale, self._clip if clipped else None) if each is not None]
         factor = torch.stack(parts).prod(0) if parts else None
-        return self._hyper.write(setup.hyper_rows(step), [group["lr"] for group in setup.groups], factor)
+        return self._hyper.write(run.setup.hyper_rows(step), [group["lr"] for group in run.setup.groups], factor)
 
     @property
     def hyper(self) -> Tensor:
         """As they were written last."""
         return self._hyper.values
 
-    def average(self, states: Sequence[FlatState], copies: Ranks, wire_dtype: torch.dtype | None = None) -> None:
+    def average(self, states: Sequence[FlatState], ranks: Ranks, wire_dtype: torch.dtype | None = None) -> None:
         """In place, once. A missing gradient counts as zero."""
-        if copies.size == 1 or unchanged(self._averaged.get("whole"), states):
+        if ranks.size == 1 or unchanged(self._averaged.get("whole"), states):
             return
         for state in states:
             grads = [g for g in state.stored(state.fill_missing_gradients()) if g is not None]
-            average_(grads, copies, self._unscale, wire_dtype=wire_dtype)
+            average_(grads, ranks, self._unscale, wire_dtype=wire_dtype)
         self._averaged["whole"] = versions_of(states)
 
     def average_slices(self, states: Sequence[FlatState], node: Transport, wire_dtype: torch.dtype | None) -> None:
@@ -158,11 +157,11 @@ class Gradients:
         if squares is not None:  # a step uses them at once
             self._checked = versions_of(states)
 
-    def clip_as_asked(self, setup: Setup, current: Snapshot) -> None:
+    def clip_as_asked(self, run: Run) -> None:
         """Of averaged gradients, which ranks have not agreed on before one died: the norm is known to each of them."""
         squares = torch.zeros(1, dtype=torch.float64, device=self.flags.device)
-        hyper, asked = self.write_hyper(setup, current, clipped=False), self.max_norm
-        self.check_finite(current.states, setup.topology.everyone, hyper, squares, agree=False)
+        hyper, asked = self.write_hyper(run, clipped=False), self.max_norm
+        self.check_finite(run.state.states, run.setup.topology.everyone, hyper, squares, agree=False)
         if asked is not None and self._clip is None:
             self.clip(squares, squares, asked)
 

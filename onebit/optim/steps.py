@@ -22,8 +22,8 @@ from onebit.optim.algorithm import Kind, LocalSteps
 from onebit.optim.flat_state import FlatState
 from onebit.optim.gradients import Gradients
 from onebit.optim.reducer import MomentumReducer
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Part, Snapshot
+from onebit.optim.run import Run
+from onebit.optim.state import Part
 
 Timed = Literal["uncompressed", "1 bit", "local"]
 
@@ -32,8 +32,7 @@ Timed = Literal["uncompressed", "1 bit", "local"]
 class Step:
     """The coming one: a full step, of which others are variations."""
 
-    setup: Setup
-    current: Snapshot
+    run: Run
     gradients: Gradients
 
     kind: ClassVar[Kind] = "full"
@@ -44,14 +43,14 @@ class Step:
         """Average gradients, where nobody else does, and find out if all are finite: int32 [1], not 0 where one is not
         on any rank, or on this one, as long as `gradients.ranks_agreed` is False. squares: see
         `Gradients.check_finite`."""
-        if squares is not None or not self.gradients.were_checked(self.current.states):  # else `clip_grad_norm_` has
-            self._check(self.current.states, squares, squares is not None or self._asks_first)
+        if squares is not None or not self.gradients.were_checked(self.run.state.states):  # else `clip_grad_norm_` has
+            self._check(self.run.state.states, squares, squares is not None or self._asks_first)
         return self.gradients.flags
 
     def _check(self, states: Sequence[FlatState], squares: Tensor | None, agree: bool) -> None:
         masks.clear_gradients(states)
         self._average(states)
-        topology, hyper = self.setup.topology, self.gradients.write_hyper(self.setup, self.current, clipped=False)
+        topology, hyper = self.run.setup.topology, self.gradients.write_hyper(self.run, clipped=False)
         ranks = topology.sender if self.alone else topology.everyone
         self.gradients.check_finite(states, ranks, hyper, squares, self._slices, agree)
 
@@ -67,36 +66,37 @@ class Step:
 
     def _average(self, states: Sequence[FlatState]) -> None:
         if not self.gradients.averaged_in_backward:
-            self.gradients.average(states, self.setup.topology.data_parallel, self.setup.options.gradient_dtype)
+            setup = self.run.setup
+            self.gradients.average(states, setup.topology.data_parallel, setup.options.gradient_dtype)
 
     def add_squares(self, squares: Tensor) -> None:
         """Those of this rank's gradients become those of what it moves by."""
-        self.setup.topology.add_parts(squares)
+        self.run.setup.topology.add_parts(squares)
 
     def measure(self, squares: Tensor, flags: Tensor) -> None:
         """The step has ended, and was clipped: what the squares of its gradients say of them. See `MeanNorm`."""
-        self.current.mean_norm.full_step(squares, flags, self.setup.topology.nodes)
+        self.run.state.mean_norm.full_step(squares, flags, self.run.setup.topology.nodes)
 
     def of_mean(self, squares: Tensor) -> Tensor:
         """Of the mean gradient, by those of what this step moves by."""
-        nodes = self.setup.topology.nodes
-        return squares if self.kind == "full" else self.current.mean_norm.of_mean(squares, nodes)
+        nodes = self.run.setup.topology.nodes
+        return squares if self.kind == "full" else self.run.state.mean_norm.of_mean(squares, nodes)
 
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """Exchange messages, then move every part, where flags is 0."""
-        with masks.fixed_kept(self.current.states):
+        with masks.fixed_kept(self.run.state.states):
             self._exchange(hyper)
             self._move_parts(hyper, flags)
 
     def finish(self, hyper: Tensor, flags: Tensor) -> None:
         """The rest of `move`, with the replies of an exchange that has ended on other ranks, and not on this one."""
-        with masks.fixed_kept(self.current.states):
+        with masks.fixed_kept(self.run.state.states):
             self._move_parts(hyper, flags)
 
     def shared(self) -> list[Tensor]:
         """Of a step that was taken, what every rank has the same by now: by this a process that belongs to no rank can
         take the step, too (`follow`)."""
-        return [tensor for part in self.current.parts for tensor in self._shared(part)]
+        return [tensor for part in self.run.state.parts for tensor in self._shared(part)]
 
     def _shared(self, part: Part) -> list[Tensor]:
         """The averaged gradients."""
@@ -104,9 +104,9 @@ class Step:
 
     def follow(self, shared: Iterator[Tensor], hyper: Tensor, flags: Tensor) -> None:
         """Take the step of the process that has sent `shared`."""
-        for part in self.current.parts:
+        for part in self.run.state.parts:
             self._put(part, shared)
-        for state in self.current.states:
+        for state in self.run.state.states:
             state.bind_tensors()
         self.finish(hyper, flags)
 
@@ -116,36 +116,37 @@ class Step:
 
     def _move_parts(self, hyper: Tensor, flags: Tensor) -> None:
         """And take back what has been exchanged, where replies say so."""
-        for part in self.current.parts:
+        for part in self.run.state.parts:
             if part.reducer is None:
-                self.setup.algorithm.full_step(part.state, hyper, flags)
+                self.run.setup.algorithm.full_step(part.state, hyper, flags)
             else:
                 self._move(part, part.reducer, hyper, flags)
-        under_way = self.current.under_way
+        under_way = self.run.state.under_way
         for undo in under_way.undo if under_way is not None and under_way.by_flags else ():
             undo.restore(flags)
-        self.current.under_way = None
+        self.run.state.under_way = None
 
     def _exchange(self, hyper: Tensor) -> None:
         """All messages that parts move by."""
 
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         """A part that is compressed in stage 2."""
-        self.setup.algorithm.spaced_full_step(part.state, reducer, hyper, flags, self.setup.options)
+        setup = self.run.setup
+        setup.algorithm.spaced_full_step(part.state, reducer, hyper, flags, setup.options)
 
     def count(self, flags: Tensor) -> list[Callable[[], None]]:
         """It ends. What is due when all of it is over."""
-        full, current = self.kind == "full", self.current
-        due = current.warn_of_variance(self.setup, flags) if full and current.stages.compressing else []
-        current.count(self.setup, flags, [] if full else current.limits, self.alone)
+        full, run = self.kind == "full", self.run
+        due = run.warn_of_variance(flags) if full and run.state.stages.compressing else []
+        run.count(flags, [] if full else run.state.limits, self.alone)
         return due
 
     @property
     def next_needs_no_mean(self) -> bool:
         """Whether the step after this one has no use for averaged gradients, if this one was taken. If not, and it has,
         `step` averages them."""
-        later = kind_of_step(self.setup, self.current, ahead=2)
-        return self.current.stages.compressing and self.setup.topology.node is None and later != "full"
+        run = self.run
+        return run.state.stages.compressing and run.setup.topology.node is None and run.kind(ahead=2) != "full"
 
 
 class OneBitStep(Step):
@@ -154,32 +155,31 @@ class OneBitStep(Step):
 
     @property
     def _asks_first(self) -> bool:
-        return not self.current.flags_travel(self.setup)
+        return not self.run.flags_travel
 
     @property
     def _slices(self) -> int:
-        return self.setup.topology.slices
+        return self.run.setup.topology.slices
 
     def _average(self, states: Sequence[FlatState]) -> None:
         """What is not compressed over all ranks; of what is, this rank's slices over those of its node."""
-        topology, wire = self.setup.topology, self.setup.options.gradient_dtype
-        if self.current.uncompressed:
+        topology, wire = self.run.setup.topology, self.run.setup.options.gradient_dtype
+        if self.run.state.uncompressed:
             self.gradients.average([s for s in states if not s.compressed], topology.data_parallel, wire)
         if topology.node is not None:
             self.gradients.average_slices([s for s in states if s.compressed], topology.node, wire)
 
     def add_squares(self, squares: Tensor) -> None:
         """The mean over all senders."""
-        everyone = self.setup.topology.everyone
+        everyone = self.run.setup.topology.everyone
         everyone.all_sum(squares, "averaging gradient norms (all-reduce of one number)").wait()
-        squares /= self.setup.topology.nodes
+        squares /= self.run.setup.topology.nodes
 
     def measure(self, squares: Tensor, flags: Tensor) -> None:
-        self.current.mean_norm.compressed_step(squares, flags, self.setup.topology.nodes)
+        self.run.state.mean_norm.compressed_step(squares, flags, self.run.setup.topology.nodes)
 
     def _exchange(self, hyper: Tensor) -> None:
-        gradients = self.gradients
-        self.current.exchange(hyper, gradients.flags, gradients.ranks_agreed, self.setup.options.elastic)
+        self.run.exchange(hyper, self.gradients.flags, self.gradients.ranks_agreed)
 
     def _shared(self, part: Part) -> list[Tensor]:
         """The replies; averaged gradients of what is not compressed."""
@@ -193,7 +193,7 @@ class OneBitStep(Step):
             part.reducer.replies.buffer.copy_(next(shared))
 
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
-        self.setup.algorithm.compressed_step(part.state, reducer, hyper, flags)
+        self.run.setup.algorithm.compressed_step(part.state, reducer, hyper, flags)
 
 
 class SentStep(OneBitStep):
@@ -201,11 +201,11 @@ class SentStep(OneBitStep):
 
     def average_and_check(self, squares: Tensor | None = None) -> Tensor:
         flags = self.gradients.flags.zero_()
-        for state in self.current.compressed:
+        for state in self.run.state.compressed:
             state.bind_tensors()
-        if apart := self.current.uncompressed:  # no rank moves before all have the means: one may die meanwhile
+        if apart := self.run.state.uncompressed:  # no rank moves before all have the means: one may die meanwhile
             self._check(apart, squares, agree=True)
-        self.current.read_flags(flags)
+        self.run.read_flags(flags)
         self.gradients.ranks_agreed = True
         return flags
 
@@ -222,23 +222,23 @@ class LocalStep(Step):
         """Nothing: they are this rank's alone."""
 
     def _average(self, states: Sequence[FlatState]) -> None:
-        node = self.setup.topology.node
+        node = self.run.setup.topology.node
         if node is not None and not self.gradients.node_mean:
-            self.gradients.average(states, node, self.setup.options.gradient_dtype)
+            self.gradients.average(states, node, self.run.setup.options.gradient_dtype)
 
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         self._local(part, reducer, hyper).move(hyper, flags)
 
     def _local(self, part: Part, reducer: MomentumReducer, hyper: Tensor) -> LocalSteps:
-        step = self.current.stages.steps + 1
-        part.local = part.local or self.setup.algorithm.local_steps(part.state, reducer, hyper, step)
+        step = self.run.state.stages.steps + 1
+        part.local = part.local or self.run.setup.algorithm.local_steps(part.state, reducer, hyper, step)
         return part.local
 
     def _shared(self, part: Part) -> list[Tensor]:
         return []
 
     def follow(self, shared: Iterator[Tensor], hyper: Tensor, flags: Tensor) -> None:
-        for part in self.current.parts:
+        for part in self.run.state.parts:
             assert part.reducer is not None
             self._local(part, part.reducer, hyper).pass_over(hyper)
 
@@ -249,10 +249,10 @@ class SyncStep(LocalStep):
 
     def _exchange(self, hyper: Tensor) -> None:
         """Of what a rank owes after its own step."""
-        for part in self.current.parts:
+        for part in self.run.state.parts:
             assert part.reducer is not None
             super()._move(part, part.reducer, hyper, self.gradients.flags)
-        self.current.exchange_local_steps(hyper, self.setup.options.elastic)
+        self.run.exchange_local_steps(hyper)
 
     def _shared(self, part: Part) -> list[Tensor]:
         assert part.reducer is not None
@@ -260,7 +260,7 @@ class SyncStep(LocalStep):
 
     def follow(self, shared: Iterator[Tensor], hyper: Tensor, flags: Tensor) -> None:
         super().follow(shared, hyper, flags)
-        for part in self.current.parts:
+        for part in self.run.state.parts:
             assert part.reducer is not None
             part.reducer.replies.buffer.copy_(next(shared))
             part.state.bind_tensors()
@@ -272,10 +272,3 @@ class SyncStep(LocalStep):
 
 
 STEPS: dict[Kind, type[Step]] = {step.kind: step for step in (Step, OneBitStep, LocalStep, SyncStep)}
-
-
-def kind_of_step(setup: Setup, current: Snapshot, ahead: int = 1) -> Kind:
-    """Of the coming step, or of one so far ahead if all before it are taken; those of stage 1 are "full". It is the
-    same on all ranks, and known from `begin_step` on."""
-    stages = current.stages
-    return setup.algorithm.kind(stages.steps + ahead) if stages.compressing else "full"

@@ -26,7 +26,7 @@ from onebit.checkpoint import restore, schema
 from onebit.collectives.agreement import all_gather_json
 from onebit.collectives.waits import counted
 from onebit.kernels.streams import capturing
-from onebit.optim import masks, param_groups
+from onebit.optim import masks, merging, param_groups
 from onebit.optim.algorithm import Algorithm
 from onebit.optim.eager import eager
 from onebit.optim.grad_scaler import report_to_scaler
@@ -42,9 +42,10 @@ from onebit.optim.options import (
     with_python_numbers,
 )
 from onebit.optim.param_groups import COMPRESS, PROGRESS
+from onebit.optim.run import Run
 from onebit.optim.setup import RankFinder, Setup
-from onebit.optim.snapshot import Snapshot
-from onebit.optim.steps import STEPS, Step, kind_of_step
+from onebit.optim.state import State
+from onebit.optim.steps import STEPS, Step
 from onebit.optimizers.progress import Progress
 from onebit.optimizers.shown_state import ShownState
 from onebit.parallel.overlap import Overlap
@@ -91,7 +92,7 @@ class RunFollower(Protocol):
 class OneBitOptimizer(Progress):
     """Subclasses pass their algorithm, the defaults of their param groups, and the options of every optimizer.
 
-    setup: all that stays the same during training. current: all that training changes.
+    run: what stays while it trains (`run.setup`), and what changes (`run.state`).
     """
 
     _step_supports_amp_scaling = True  # GradScaler hands over its scale and what it found, and always calls step
@@ -117,8 +118,8 @@ class OneBitOptimizer(Progress):
         groups, device = self.param_groups, param_groups.device_of(self.param_groups)
         self.rank_finder = RankFinder(*ranks, groups, chosen, device)
         topology, name = self.rank_finder.topology, type(self).__name__
-        self.setup = Setup(name, algorithm, chosen, topology, device, groups, fixed=self._fixed)
-        self.setup.warn_if_early()
+        setup = Setup(name, algorithm, chosen, topology, device, groups, fixed=self._fixed)
+        setup.warn_if_early()
         self.gradients = Gradients(device)
         self.overlap = Overlap(self, chosen.overlap)
         self.averaged_in_backward = False  # in full-precision steps, if not left to `step`: see onebit.attach
@@ -131,7 +132,7 @@ class OneBitOptimizer(Progress):
         self.giver: StepListener | None = None  # for processes that will join: see onebit.Giver
         self.follower: RunFollower | None = None  # of a process that will join: see onebit.follow
         self._built_for = param_groups.identities(groups)
-        self.install(Snapshot.of(self.setup))
+        self.install(Run(setup, State.of(setup)))
         self._built = True
         self._refused_attributes = options_named(type(self))  # type: ignore[arg-type]
 
@@ -139,23 +140,23 @@ class OneBitOptimizer(Progress):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the stage that is due, the same on every rank, or none on any."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        param_groups.check_gradients(self.param_groups, self.setup.names)
+        param_groups.check_gradients(self.param_groups, self.run.setup.names)
         with counted(self.pay_off.waits), nullcontext() if self.giver is None else self.giver.paused():
             step = self.begin_step()
-            setup, current, gradients = self.setup, self.current, self.gradients
-            if not current.parts:
+            run, gradients = self.run, self.gradients
+            if not run.state.parts:
                 return loss  # no parameter trains
             self.coming = step = self.overlap.sent(step)
-            gradients.set_scale(getattr(self, "grad_scale", None), getattr(self, "found_inf", None), setup, current)
+            gradients.set_scale(getattr(self, "grad_scale", None), getattr(self, "found_inf", None), run)
             flags = step.average_and_check()
-            self.after_step.extend(warnings_of_skips(setup, current, gradients.hyper))
-            step.move(gradients.write_hyper(setup, current), flags)
+            self.after_step.extend(warnings_of_skips(run, gradients.hyper))
+            step.move(gradients.write_hyper(run), flags)
             report_to_scaler(self, flags)
-            self.after_step.extend(self.pay_off.due(step.timed_as, setup, current, self.averaged_in_backward))
+            self.after_step.extend(self.pay_off.due(step.timed_as, run, self.averaged_in_backward))
             self.end_step(step, flags)
             self.leave_out_buckets(step.next_needs_no_mean)
             try:
-                self.watch.check(setup, current)
+                self.watch.check(run)
             finally:
                 while self.after_step:  # after the collectives: where warnings are errors, no other rank waits for ever
                     self.after_step.pop(0)()
@@ -179,10 +180,10 @@ class OneBitOptimizer(Progress):
         have the same parameters at once, and not only when the schedule says so. In stage 1 nothing happens.
         """
         self.check_synchronize()
-        if not self.compressing or (self.current.merged and self.synchronized):
+        if not self.compressing or (self.run.state.merged and self.synchronized):
             return
-        own = int(self.current.stages.counts.sum())
-        taken = all_gather_json(self.setup.topology.everyone, self.setup.device, own, _ENDING)
+        own = int(self.run.state.stages.counts.sum())
+        taken = all_gather_json(self.run.setup.topology.everyone, self.run.setup.device, own, _ENDING)
         if len(set(taken)) > 1:
             raise ValueError(
                 f"synchronize: ranks have taken other numbers of steps ({taken}, by rank). Give every rank as many "
@@ -192,56 +193,56 @@ class OneBitOptimizer(Progress):
             self.end_local_steps()
         self.catch_up()
         self.begun = False  # the coming step finds another momentum
-        self.current.merge(self.setup)
+        merging.merge(self.run.setup, self.run.state)
 
     def check_synchronize(self) -> None:
         """A ValueError where this rank can't synchronize."""
         self.overlap.check_at_rest("synchronize")
-        self.current.check_own_parameters("synchronize")
-        self.current.check_whole("synchronize")
+        self.run.check_own_parameters("synchronize")
+        self.run.check_whole("synchronize")
 
     def end_local_steps(self) -> None:
         """The exchange after local steps, of no step."""
         self.coming = None
-        hyper = self.gradients.write_hyper(self.setup, self.current)
-        bound = self.gradients.were_checked(self.current.states)
-        self.current.synchronize(hyper, bound, keep=self.setup.options.elastic)
+        hyper = self.gradients.write_hyper(self.run)
+        bound = self.gradients.were_checked(self.run.state.states)
+        self.run.synchronize_local_steps(hyper, bound)
         if self.giver is not None:
             self.giver.parameters_changed()
 
     def at_last_sync(self) -> AbstractContextManager[None]:
         """A context in which the model has the parameters that all ranks had after the last exchange: to evaluate or to
         write the model. Take no step in the context. If ranks have the same parameters, nothing changes."""
-        return self.current.keep_last_sync()
+        return self.run.keep_last_sync()
 
     def begin_step(self) -> Step:
         """The coming step. The first call decides its kind, in `step` or with the first gradient of a backward pass:
         all ranks then have the same model and are in the same stage. Later calls look for what users have changed."""
-        self.current.check_own_parameters("a step")
+        self.run.check_own_parameters("a step")
         if self.follower is not None:
             raise ValueError("a step on a process that follows a run (onebit.follow): call onebit.reform first")
         check_groups(self.param_groups, self.defaults.keys())
         self.catch_up()
-        self.current.check_whole("a step")
+        self.run.check_whole("a step")
         self.find_ranks()
         if (device := self.new_device) is not None:
             raise ValueError(
-                f"the parameters have moved to {device}, and the state is on {self.setup.device}: move it with "
+                f"the parameters have moved to {device}, and the state is on {self.run.setup.device}: move it with "
                 f"optimizer.load_state_dict(optimizer.state_dict())"
             )
-        current = self.current
-        if not current.ranks_agree:
-            self.after_step.extend(start(self.setup, current, averaged_in_backward=self.averaged_in_backward))
-        if current.parts:
-            current.check_captured(self.setup)
-        if current.parts and not self.begun and current.stages.freeze_is_due:
-            self.after_step.extend(current.freeze(self.setup))
-            self.install(current)
-        kind = kind_of_step(self.setup, current)
-        if current.momentum_is_dense and not self.begun:
-            current.use_momentum(self.setup, kind)
-        self.coming = step = STEPS[kind](self.setup, current, self.gradients)
-        if current.parts and not self.begun:
+        run, state = self.run, self.run.state
+        if not state.ranks_agree:
+            self.after_step.extend(start(run, averaged_in_backward=self.averaged_in_backward))
+        if state.parts:
+            run.check_captured()
+        if state.parts and not self.begun and state.stages.freeze_is_due:
+            self.after_step.extend(run.freeze())
+            self.install(run)
+        kind = run.kind()
+        if state.momentum_at == "exp_avg" and not self.begun:
+            merging.use_momentum(run.setup, state, kind)
+        self.coming = step = STEPS[kind](run, self.gradients)
+        if state.parts and not self.begun:
             self.overlap.prepare(step)
         self.begun = True
         return step
@@ -250,14 +251,14 @@ class OneBitOptimizer(Progress):
         """Go on with the ranks and the parameters that there are now: see `RankFinder.find`. The first time, at the
         latest in the first step or load, a collective call."""
         self.move_with_parameters()
-        others = self.rank_finder.find(self.compressing)
+        others = self.rank_finder.find(self.run.state.stages.compressing)
         if others:
-            self.setup = replace(self.setup, topology=self.rank_finder.topology)
+            self.change_setup(topology=self.rank_finder.topology)
         elif param_groups.identities(self.param_groups) != self._built_for:
             self.rank_finder.check_sharding(self.param_groups)
         else:
             return
-        self.install(Snapshot.of(self.setup, self.current))
+        self.install(Run(self.run.setup, State.of(self.run.setup, self.run.state)))
         self._built_for = param_groups.identities(self.param_groups)
 
     @property
@@ -266,48 +267,52 @@ class OneBitOptimizer(Progress):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
-                    if p.device != self.setup.device:
+                    if p.device != self.run.setup.device:
                         device = param_groups.device_of(self.param_groups)
-                        return None if device == self.setup.device else device
+                        return None if device == self.run.setup.device else device
                     break
         return None
 
     def move_with_parameters(self) -> None:
         """Until a step was begun or a state loaded: trainers move a model that has its optimizer."""
-        current = self.current
-        if current.ranks_agree or current.stages.steps or current.stages.compressing:
+        state = self.run.state
+        if state.ranks_agree or state.stages.steps or state.stages.compressing:
             return
         if (device := self.new_device) is not None:
             setup = self._setup_on(device)
-            self._move_to(setup, Snapshot.of(setup))
+            self._move_to(Run(setup, State.of(setup)))
+
+    def change_setup(self, **changes: Any) -> None:
+        self.run = replace(self.run, setup=replace(self.run.setup, **changes))
 
     def _setup_on(self, device: torch.device) -> Setup:
-        return replace(self.setup, device=device, fixed={p: mask.to(device) for p, mask in self._fixed.items()})
+        return replace(self.run.setup, device=device, fixed={p: mask.to(device) for p, mask in self._fixed.items()})
 
-    def _move_to(self, setup: Setup, snapshot: Snapshot) -> None:
-        self.rank_finder.device, self.setup, self._fixed = setup.device, setup, setup.fixed
-        self.gradients, self.pay_off = Gradients(setup.device), PayOff(setup.device)
-        self.install(snapshot)
+    def _move_to(self, run: Run) -> None:
+        device, self._fixed = run.setup.device, run.setup.fixed
+        self.rank_finder.device, self.gradients, self.pay_off = device, Gradients(device), PayOff(device)
+        self.install(run)
 
-    def install(self, snapshot: Snapshot) -> None:
-        """Go on from `snapshot`, and show it in `optimizer.state`; with the key that a state has in the first param
+    def install(self, run: Run) -> None:
+        """Go on with `run`, and show its state in `optimizer.state`; with the key that a state has in the first param
         group, since tools look for what they find."""
-        if snapshot is not self.__dict__.get("current"):
-            self.current, self.begun, self.coming = snapshot, False, None
+        before, self.run = self.__dict__.get("run"), run
+        if before is None or run.state is not before.state:
+            self.begun, self.coming = False, None
             self.gradients.reset()
             self.leave_out_buckets(False)
-        self.shown_state = ShownState(self.setup, snapshot)
+        self.shown_state = ShownState(run)
         self.state = self.shown_state.state
         self.param_groups[0][PROGRESS] = ""
 
     def catch_up(self) -> None:
         """Take over what users have put into `optimizer.state`, and what the host has to know of the last step."""
-        adopted = self.shown_state.adopted(self.setup, self.current, self.state)
-        if adopted is not self.current:
+        adopted = self.shown_state.adopted(self.run, self.state)
+        if adopted is not self.run:
             self.overlap.check_at_rest("changing optimizer.state")
             self.install(adopted)
-        if not capturing(self.setup.device):
-            self.current.read_last_step(self.setup)
+        if not capturing(self.run.setup.device):
+            self.run.read_last_step()
 
     @eager
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -320,13 +325,13 @@ class OneBitOptimizer(Progress):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
-        param_groups.check_gradients(self.param_groups, self.setup.names)
+        param_groups.check_gradients(self.param_groups, self.run.setup.names)
         step = self.begin_step()
         self.overlap.disable(
             "gradients are clipped by their norm, for which all of them have to be there before the first message "
             "leaves. Pass overlap=False, or don't clip"
         )
-        squares = torch.zeros(1, dtype=torch.float64, device=self.setup.device)
+        squares = torch.zeros(1, dtype=torch.float64, device=self.run.setup.device)
         self.gradients.max_norm = max_norm
         with counted(self.pay_off.waits):
             step.average_and_check(squares)
@@ -347,7 +352,7 @@ class OneBitOptimizer(Progress):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, in stage 1 only: after the freeze new parameters would have no variance."""
         if self._built:
-            self.current.check_stage_1("add_param_group")
+            self.run.check_stage_1("add_param_group")
             self.catch_up()
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError('add_param_group takes a dict with its parameters under "params"')
@@ -369,8 +374,8 @@ class OneBitOptimizer(Progress):
         if name in self.__dict__.get("_refused_attributes", ()):
             refuse_attribute(type(self), name, self.defaults)
         super().__setattr__(name, value)
-        if name == "param_groups" and "setup" in self.__dict__:
-            self.setup = replace(self.setup, groups=value)
+        if name == "param_groups" and "run" in self.__dict__:
+            self.change_setup(groups=value)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -385,16 +390,16 @@ class OneBitOptimizer(Progress):
         One process alone needs none.
         """
         self.overlap.check_at_rest("state_dict")
-        self.current.check_synchronized()
+        self.run.check_synchronized()
         self.catch_up()
-        if self.compressing and not self.current.merged:
-            if self.setup.topology.everyone.size == 1:
+        if self.compressing and not self.run.state.merged:
+            if self.run.setup.topology.everyone.size == 1:
                 self.synchronize()
             elif not self._has_warned:
                 self._has_warned = True
                 warn(_NOT_MERGED)
-        shown, self.state = self.state, defaultdict(dict, schema.save(self.setup, self.current))
-        self.param_groups[0][PROGRESS] = schema.as_text(schema.progress(self.setup, self.current))
+        shown, self.state = self.state, defaultdict(dict, schema.save(self.run))
+        self.param_groups[0][PROGRESS] = schema.as_text(schema.progress(self.run))
         try:
             return super().state_dict()
         finally:
@@ -412,7 +417,7 @@ class OneBitOptimizer(Progress):
     def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
         """Build and check a saved state. Nothing changes until the result is called: it installs the state."""
         self.overlap.check_at_rest("load_state_dict")
-        self.current.check_own_parameters("load_state_dict")
+        self.run.check_own_parameters("load_state_dict")
         self.find_ranks()
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"a state is a dict, as state_dict() returns it, not a {type(state_dict).__name__}")
@@ -420,18 +425,18 @@ class OneBitOptimizer(Progress):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        setup = self.setup if (device := self.new_device) is None else self._setup_on(device)
-        groups, snapshot = restore.from_state_dict(setup, self.current, state_dict)
+        setup = self.run.setup if (device := self.new_device) is None else self._setup_on(device)
+        groups, run = restore.from_state_dict(replace(self.run, setup=setup), state_dict)
 
         @torch.inference_mode(False)
         @torch.no_grad()
         def install() -> None:
             for group, new in zip(self.param_groups, groups, strict=True):
                 group.update(new)
-            if setup.device == self.setup.device:
-                self.install(snapshot)
+            if setup.device == self.run.setup.device:
+                self.install(run)
             else:
-                self._move_to(setup, snapshot)
+                self._move_to(run)
             for after in self._optimizer_load_state_dict_post_hooks.values():
                 after(self)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from onebit.optim.run import Run
 from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
 from onebit.parallel.overlap import Overlap
 from onebit.report.diagnostics import diagnose
 from onebit.report.pay_off import PayOff, Report
@@ -14,58 +14,61 @@ from onebit.report.pay_off import PayOff, Report
 class Progress(torch.optim.Optimizer):
     """An optimizer that tells where a run stands. No member changes the run."""
 
-    setup: Setup
-    current: Snapshot
+    run: Run
     overlap: Overlap
     pay_off: PayOff
     averaged_in_backward: bool
 
     @property
+    def setup(self) -> Setup:
+        return self.run.setup
+
+    @property
     def compressing(self) -> bool:
         """Whether stage 2 has begun."""
-        return self.current.stages.compressing
+        return self.run.state.stages.compressing
 
     @property
     def synchronized(self) -> bool:
         """Whether all ranks have the same parameters: always, but between two exchanges of 0/1 Adam's local steps."""
-        return self.current.synchronized
+        return self.run.state.synchronized
 
     @property
     def skipped_steps(self) -> int:
         """Steps not taken since a gradient was not finite, and local ones that this rank left out in this process.
         Reading it waits for the device."""
-        stages = self.current.stages
+        stages = self.run.state.stages
         return int(stages.counts[1] + stages.left_out)
 
     @property
     def tried_steps(self) -> int:
         """Steps taken, and those that all ranks skipped: the same on all ranks, as the place in the data has to be. A
         local step counts once, also where this rank left it out. Reading it waits for the device."""
-        return int(self.current.stages.counts.sum())
+        return int(self.run.state.stages.counts.sum())
 
     @property
     def steps(self) -> int:
         """Steps taken. Reading it waits for the device."""
-        return int(self.current.stages.counts[0])
+        return int(self.run.state.stages.counts[0])
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that this rank has sent in compressed messages."""
-        return self.current.wire_bytes
+        return self.run.state.wire_bytes
 
     @property
     def freeze_ratio(self) -> float | None:
         """What the freeze rule compares, None while there is none. Adam: ||vhat||_1 over what it was a window
         earlier. LAMB: the share of elements whose coefficients were stable over a window."""
-        return self.current.stages.rule.ratio
+        return self.run.state.stages.rule.ratio
 
     def report(self) -> Report:
         """Whether compression pays: the steps of each kind, their times, the bytes, and a verdict. `print` the report.
         Counted since this process built the optimizer. The call waits for the device."""
-        return self.pay_off.report(self.setup, self.current, self.averaged_in_backward, self.skipped_steps)
+        return self.pay_off.report(self.run, self.averaged_in_backward, self.skipped_steps)
 
     def diagnostics(self) -> dict[str, dict[str, float]]:
         """By parameter: norms of its variance and residuals, the mean scale of its messages; for LAMB also its
         coefficient and ratio. Cheap to call now and then; waits for the device."""
         self.overlap.check_at_rest("diagnostics")
-        return diagnose(self.setup, self.current)
+        return diagnose(self.run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -12,15 +13,15 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint import restore, schema
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.run import Run
+from onebit.optim.state import State
 
 
 class ShownState:
     """The tensors themselves are compared: writing into one of them is no change, another in its place is."""
 
-    def __init__(self, setup: Setup, current: Snapshot) -> None:
-        self.state = defaultdict(dict, schema.live(setup, current))
+    def __init__(self, run: Run) -> None:
+        self.state = defaultdict(dict, schema.live(run))
         self._shown = {p: dict(own) for p, own in self.state.items()}
         self._names, self._values = list(chain.from_iterable(self._shown.values())), list(_values(self._shown))
 
@@ -35,27 +36,27 @@ class ShownState:
         )
 
     @torch.no_grad()
-    def adopted(self, setup: Setup, current: Snapshot, state: Mapping[Any, Any]) -> Snapshot:
-        """Where a run goes on from with `state`: `current`, unless a user has changed it. What was cleared starts
+    def adopted(self, run: Run, state: Mapping[Any, Any]) -> Run:
+        """Return the run that goes on from `state`: `run`, unless a user has changed it. What was cleared starts
         anew."""
         if self.is_in(state) or not (changed := self._changed(state)):
-            return current
+            return run
         if not any(state.values()):
-            return Snapshot.of(setup)  # as if no step had been taken
-        name = setup.name_of(changed[0])
-        if current.stages.compressing:
+            return replace(run, state=State.of(run.setup))  # as if no step had been taken
+        name = run.setup.name_of(changed[0])
+        if run.state.stages.compressing:
             raise ValueError(
                 f"the state of parameter {name} in optimizer.state was changed after the freeze: what stage 2 keeps, "
                 f"messages and every rank's residuals, goes together. Load a whole state (load_state_dict), clear all "
                 f"of it (optimizer.state.clear(): stage 1 begins anew), or put back what was there"
             )
-        if any(not state.get(p) and any(p is q for g in setup.groups for q in g["params"]) for p in changed):
+        if any(not state.get(p) and any(p is q for g in run.setup.groups for q in g["params"]) for p in changed):
             raise ValueError(
                 f"optimizer.state has nothing for parameter {name} any more, and others keep theirs: onebit counts the "
                 f"same steps for all. Clear all of it (optimizer.state.clear()), or write zeros into its exp_avg and "
                 f"exp_avg_sq"
             )
-        return restore.adopted(setup, current, state)
+        return restore.adopted(run, state)
 
     def _changed(self, state: Mapping[Any, Any]) -> list[Tensor]:
         """The parameters, shown or not, whose state is another now. A parameter without any is as it is."""

@@ -14,7 +14,6 @@ from onebit.kernels import streams
 from onebit.kernels.log import tell
 from onebit.optim.eager import eager
 from onebit.optim.sharding import is_sharded
-from onebit.optim.steps import kind_of_step
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.attached import Attached, hook_of_ddp, refuse_left_out
 from onebit.parallel.buckets import keep_buffers_the_same
@@ -73,7 +72,7 @@ def _attach_to_fsdp(model: nn.Module, inner: OneBitOptimizer) -> None:
                 inner.begin_step()
         if streams.has_streams(device):  # FSDP made it in a third one, and lets go of it when it was read in this one
             streams.keep(reduced, streams.current(device))
-        if kind_of_step(inner.setup, inner.current) == "full":
+        if inner.run.kind() == "full":
             setup = inner.setup
             average_([reduced], setup.topology.replicas, wire_dtype=setup.options.gradient_dtype)
             inner.gradients.averaged_in_backward = True
@@ -131,7 +130,7 @@ def _attach_to_ddp(ddp: DistributedDataParallel, module: nn.Module, inner: OneBi
     if attached is None:
         attached = _register(ddp)
     attached.add(inner, names)
-    inner.averaged_in_backward, inner.current.ddp_averages = True, False
+    inner.averaged_in_backward, inner.run.state.ddp_averages = True, False
     inner.overlap.set_model(ddp)
 
 

@@ -23,13 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.averaging import narrower
 from onebit.collectives.transport.torch import TorchTransport
-from onebit.optim.snapshot import Snapshot
-from onebit.optim.steps import kind_of_step
+from onebit.optim.state import State
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.buckets import forget_used, leave_out_buckets
 from onebit.parallel.ddp_hook import local
 
-_CURRENT = attrgetter("current")
+_STATE = attrgetter("run.state")
 _NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
 
 
@@ -50,7 +49,7 @@ class Attached:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._owners: dict[Tensor, OneBitOptimizer] = {}
         self._owns_all = False  # whether every parameter that trains has an owner
-        self._made_of: list[weakref.ref[Snapshot]] = []
+        self._made_of: list[weakref.ref[State]] = []
         self._needless: dict[OneBitOptimizer, bool] = {}  # whose coming step has no use for buckets
         self._model = weakref.ref(model)
         self._have_stepped: set[OneBitOptimizer] = set()  # since all of them had
@@ -80,9 +79,9 @@ class Attached:
     @property
     def owners(self) -> Mapping[Tensor, OneBitOptimizer]:
         """Of every parameter the optimizer that has it, as they are now."""
-        now = list(map(_CURRENT, self.optimizers))
+        now = list(map(_STATE, self.optimizers))
         if len(now) != len(self._made_of) or any(map(is_not, now, [made() for made in self._made_of])):
-            of = ((own, state) for own in self.optimizers for state in own.current.states)
+            of = ((own, state) for own in self.optimizers for state in own.run.state.states)
             self._owners = {p: own for own, state in of for p in state.params}
             self._owns_all = all(p in self._owners for p in self._parameters)
             self._made_of = [weakref.ref(each) for each in now]
@@ -165,7 +164,7 @@ def _way(state: Attached, owner: OneBitOptimizer | None, own: torch.dtype) -> _W
     group: Any = state.group
     if owner is None:
         return _Way(group, own)
-    kind = kind_of_step(owner.setup, owner.current)
+    kind = owner.run.kind()
     if kind != "full":
         node, by_exchange = owner.setup.topology.node, owner.overlap.on and kind == "1 bit"
         if not isinstance(node, TorchTransport) or not owner.gradients.claim_node_mean(by_exchange):

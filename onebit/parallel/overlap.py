@@ -34,8 +34,7 @@ from onebit.collectives.transport.torch import TorchTransport
 from onebit.kernels import streams
 from onebit.optim.gradients import unchanged
 from onebit.optim.param_groups import betas_of
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.run import Run
 from onebit.optim.steps import LocalStep, OneBitStep, SentStep, Step
 from onebit.parallel.buckets import within_no_sync
 from onebit.parallel.flight import Flight, node_means
@@ -84,7 +83,7 @@ class Overlap:
         self.wanted = wanted  # the same on all ranks
         self._accumulating = False
         self._coming: Step | None = None  # of `prepare`
-        self._snapshot: Snapshot | None = None  # that it is on for
+        self._run: Run | None = None  # that it is on for
         self._groups: _Groups | None = None  # for the thread
         self._close_groups: Callable[[], object] = lambda: None  # at the latest when the optimizer is dropped
         self._asked: Ranks | None = None  # all ranks, by what their hosts can send
@@ -96,7 +95,7 @@ class Overlap:
     @property
     def on(self) -> bool:
         """The same on all ranks."""
-        return self._snapshot is not None
+        return self._run is not None
 
     @property
     def in_flight(self) -> bool:
@@ -116,12 +115,12 @@ class Overlap:
         if isinstance(step, LocalStep):
             self._pause()
         elif isinstance(step, OneBitStep):
-            self._enable(step.setup, step.current)
+            self._enable(step.run)
 
     def sent(self, step: Step) -> Step:
         """The same step, or as one whose messages have left in backward. A collective call where they may have."""
         if isinstance(step, OneBitStep) and self.on and self._wait_for_replies():
-            return SentStep(step.setup, step.current, step.gradients)
+            return SentStep(step.run, step.gradients)
         return step
 
     @contextmanager
@@ -133,8 +132,9 @@ class Overlap:
         finally:
             self._accumulating = before
 
-    def _enable(self, setup: Setup, current: Snapshot) -> None:
-        if setup.topology.everyone.size == 1 or self._snapshot is current:
+    def _enable(self, run: Run) -> None:
+        setup, state = run.setup, run.state
+        if setup.topology.everyone.size == 1 or (self._run is not None and self._run.state is state):
             return
         self._remove_hooks()
         node = setup.topology.node
@@ -143,11 +143,11 @@ class Overlap:
             self._close_groups = closing = weakref.finalize(self, self._groups.close)
             closing.atexit = False
         self._asked = self._asked or setup.topology.everyone.of_hosts()
-        for reducer in current.reducers:
+        for reducer in state.reducers:
             reducer.exchange.agree()
-        self._snapshot = current
-        self._means = [node_means(state) if state.slices > 1 else None for state in current.compressed]
-        self._place = {p: (s, i) for s, state in enumerate(current.compressed) for i, p in enumerate(state.params)}
+        self._run = run
+        self._means = [node_means(each) if each.slices > 1 else None for each in state.compressed]
+        self._place = {p: (s, i) for s, each in enumerate(state.compressed) for i, p in enumerate(each.params)}
         self._side = streams.new(setup.device) if streams.has_streams(setup.device) else None
         own = weakref.ref(self)
 
@@ -159,10 +159,10 @@ class Overlap:
 
     def _pause(self) -> None:
         """No message leaves in backward, until `prepare`."""
-        if self._snapshot is not None:
-            self._snapshot.forget_undo()
+        if self._run is not None:
+            self._run.state.kept_undo = []
             self._remove_hooks()
-            self._snapshot, self._means = None, []
+            self._run, self._means = None, []
 
     @torch.no_grad()
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -208,11 +208,11 @@ class Overlap:
             self._take_back()
 
     def _take_back(self) -> None:
-        assert self._snapshot is not None
-        self._snapshot.take_back_exchange()
+        assert self._run is not None
+        self._run.take_back_exchanges()
 
     def abandon(self) -> None:
-        """Messages that a rank which died keeps from arriving: `Snapshot.under_way` has what takes them back."""
+        """Messages that a rank which died keeps from arriving: `State.under_way` has what takes them back."""
         if self._flight is not None:
             with contextlib.suppress(Exception):  # also of a reply that is half there
                 self._finish(self._flight)
@@ -259,18 +259,18 @@ class Overlap:
     @property
     def _betas(self) -> list[tuple[float, float]]:
         assert self._coming is not None
-        return [betas_of(group) for group in self._coming.setup.groups]
+        return [betas_of(group) for group in self._coming.run.setup.groups]
 
     def _start(self) -> Flight:
         groups, step = self._groups, self._coming
         assert groups is not None and step is not None
-        hyper, reducers = step.gradients.write_hyper(step.setup, step.current), step.current.reducers
+        run, hyper, reducers = step.run, step.gradients.write_hyper(step.run), step.run.state.reducers
         for reducer in reducers:
             reducer.keep_previous_momentum()
-        wire = step.setup.options.gradient_dtype
+        wire = run.setup.options.gradient_dtype
         groups.at_rest, over = False, (groups.replicas, groups.node)
-        step.current.exchanges_begin(step.current.undo, by_flags=True)
-        self._flight = Flight(reducers, step.current.undo, *over, self._side, hyper, self._betas, self._means, wire)
+        run.begin_exchanges(run.state.undo, by_flags=True)
+        self._flight = Flight(reducers, run.state.undo, *over, self._side, hyper, self._betas, self._means, wire)
         return self._flight
 
     def _finish(self, flight: Flight) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from onebit.collectives.agreement import Mismatch, find_mismatches, listed
 from onebit.collectives.transport.protocol import Ranks
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.run import Run
 
 
 class DivergenceError(RuntimeError):
@@ -30,49 +29,49 @@ class Watch:
     def __init__(self, every: int) -> None:
         self._every, self._calls, self._due = every, 0, False
 
-    def check(self, setup: Setup, current: Snapshot) -> None:
+    def check(self, run: Run) -> None:
         """At the end of a step. A collective call where a check is due; between two exchanges of local steps it waits
         for the next."""
-        transport = setup.topology.data_parallel
+        setup, transport = run.setup, run.setup.topology.data_parallel
         self._calls += 1
         self._due |= bool(self._every) and self._calls % self._every == 0
-        if not self._due or not current.synchronized or transport.size == 1:
+        if not self._due or not run.state.synchronized or transport.size == 1:
             return
         self._due = False
-        failed = _compare(transport, setup, current)
+        failed = _compare(transport, run)
         others = "the replicas of another part of the parameters do not hold the same bits: their error says which"
         setup.topology.raise_together(failed, setup.device, others)
 
 
-def _compare(transport: Ranks, setup: Setup, current: Snapshot) -> DivergenceError | None:
+def _compare(transport: Ranks, run: Run) -> DivergenceError | None:
     """What to raise, if anything."""
-    tensors = dict(shared_tensors(setup, current))
+    tensors = dict(shared_tensors(run))
     found = find_mismatches(transport, list(tensors.values()), "comparing the ranks' state (all-gather)")
     if not found:
         return None
     text = _description(list(tensors), found, transport)
     if not all(one.majority for one in found.values()):
         text += ". No values are held by more than half of the ranks, which alone would show who is right"
-    steps = int(current.stages.counts[0])
+    steps = int(run.state.stages.counts[0])
     return DivergenceError(
         f"after {steps} steps the ranks do not hold the same bits: {text}. Load the last checkpoint on all ranks"
     )
 
 
-def shared_tensors(setup: Setup, current: Snapshot) -> Iterator[tuple[str, Tensor]]:
+def shared_tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
     """All that is equal on every rank, by name: each parameter and its state, then what parameters have in common."""
-    for state in current.states:
+    for state in run.state.states:
         for i, p in enumerate(state.stored(state.values_now())):
-            name = setup.name_of(state.params[i])
+            name = run.setup.name_of(state.params[i])
             assert p is not None
             yield f"parameter {name}", p.detach()
             for field in state.fields.values():
                 if field.per == "element" and field.same_on_all_ranks:
                     yield f"{field.name} of parameter {name}", state.elements_of(state[field.name], i)
-    for part in current.parts:
+    for part in run.state.parts:
         yield from ((f"{k} of all {part.state.dtype} parameters", v) for k, v in part.shared_tensors())
-    yield "the count of steps", current.stages.counts
-    yield "what clipping knows of gradients", current.mean_norm.numbers
+    yield "the count of steps", run.state.stages.counts
+    yield "what clipping knows of gradients", run.state.mean_norm.numbers
 
 
 def _description(names: Sequence[str], found: Mapping[int, Mismatch], of: Ranks) -> str:

@@ -11,18 +11,17 @@ from torch import Tensor
 from onebit.kernels.data.layout import Span
 from onebit.optim.flat_state import FlatState, pieces
 from onebit.optim.reducer import MomentumReducer
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.run import Run
 
 
-def diagnose(setup: Setup, current: Snapshot) -> dict[str, dict[str, float]]:
+def diagnose(run: Run) -> dict[str, dict[str, float]]:
     """By parameter, then by name. The host waits for the device once."""
     labels, values = [], []
-    for part in current.parts:
+    for part in run.state.parts:
         columns = _of_fields(part.state)
         if part.reducer is not None:
             columns |= _of_messages(part.state, part.reducer)
-        labels += [(setup.name_of(p), list(columns)) for p in part.state.params]
+        labels += [(run.setup.name_of(p), list(columns)) for p in part.state.params]
         no_columns = torch.zeros((len(part.state.params), 0), device=part.state.device)
         values += [torch.stack([c.float() for c in columns.values()], dim=1) if columns else no_columns]
     found = [row for table in values for row in table.tolist()]

@@ -22,8 +22,8 @@ from onebit.collectives.waits import Waits
 from onebit.kernels import streams
 from onebit.kernels.log import tell
 from onebit.kernels.streams import capturing
-from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
+from onebit.optim.run import Run
+from onebit.optim.state import State
 from onebit.optim.steps import Timed
 
 KEPT = 500  # steps of a kind whose times are kept
@@ -165,19 +165,19 @@ class PayOff:
         self._read()
         return kind == "1 bit" and self.taken[kind] == REPORTED_AFTER
 
-    def due(self, kind: Timed, setup: Setup, current: Snapshot, by_ddp: bool) -> list[Callable[[], None]]:
+    def due(self, kind: Timed, run: Run, by_ddp: bool) -> list[Callable[[], None]]:
         """A step ends: the report, on rank 0, where it is time for it."""
-        self._averaged_by_ddp += current.ddp_averages
-        if not self.step_ended(kind) or setup.topology.everyone.rank > 0:
+        self._averaged_by_ddp += run.state.ddp_averages
+        if not self.step_ended(kind) or run.setup.topology.everyone.rank > 0:
             return []
-        found = self.report(setup, current, by_ddp, current.stages.skipped_as_known)
+        found = self.report(run, by_ddp, run.state.stages.skipped_as_known)
         return [partial(tell, "%s", found)]
 
     def restart(self) -> None:
         """What there was since the last step, such as a validation, is not of the coming one."""
         self._ends.append((None, self._mark(), Waits()))
 
-    def ranks_changed(self, before: Snapshot, left: int, came: int, seconds: float) -> None:
+    def ranks_changed(self, before: State, left: int, came: int, seconds: float) -> None:
         """before: where the run had come to then."""
         self._sent += before.wire_bytes - before.bytes_before
         self._left, self._came, self._reforming = self._left + left, self._came + came, self._reforming + seconds
@@ -192,24 +192,25 @@ class PayOff:
         share = min(1.0, statistics.median(waited) / seconds) if waits_here and seconds > 0 else None
         return Steps(self.taken[kind], seconds, share)
 
-    def report(self, setup: Setup, current: Snapshot, by_ddp: bool, skipped: int) -> Report:
+    def report(self, run: Run, by_ddp: bool, skipped: int) -> Report:
         """by_ddp: whether uncompressed gradients are averaged in backward, where nobody counts waits. skipped: so far,
         also before the state was saved that this run goes on from."""
-        topology, taken, wire = setup.topology, self.taken, setup.options.gradient_dtype
+        state, topology, wire = run.state, run.setup.topology, run.setup.options.gradient_dtype
+        taken = self.taken
         ring = 2 * (topology.nodes - 1) / topology.nodes / topology.slices  # of an all-reduce's bytes, over the network
-        elements = ring * sum(sum(state.numels) for state in current.states)
+        elements = ring * sum(sum(each.numels) for each in state.states)
         uncompressed, apart = (
-            ring * sum(sum(state.numels) * narrower(state.dtype, wire).itemsize for state in states)
-            for states in (current.states, current.uncompressed)
+            ring * sum(sum(each.numels) * narrower(each.dtype, wire).itemsize for each in states)
+            for states in (state.states, state.uncompressed)
         )
         return Report(
             uncompressed=self.steps("uncompressed", waits_here=not by_ddp),
             compressed=self.steps("1 bit", waits_here=True),
             local=self.steps("local", waits_here=True),
-            skipped=skipped - current.stages.skipped_before,
+            skipped=skipped - state.stages.skipped_before,
             sent=self._sent
-            + current.wire_bytes
-            - current.bytes_before
+            + state.wire_bytes
+            - state.bytes_before
             + taken["uncompressed"] * uncompressed
             + taken["1 bit"] * apart
             + self._averaged_by_ddp * uncompressed,
@@ -217,7 +218,7 @@ class PayOff:
             sent_by_fp16=sum(taken.values()) * 2 * elements,
             processes=topology.everyone.size,
             wire=_NAMES.get(wire),
-            ddp_averages=current.ddp_averages,
+            ddp_averages=state.ddp_averages,
             left=self._left,
             came=self._came,
             reforming=self._reforming,

@@ -15,8 +15,8 @@ from onebit.kernels.data.hyper import LARGEST, Hyper
 from onebit.kernels.streams import capturing
 from onebit.optim.flat_state import FlatState
 from onebit.optim.options import LARGEST_FLOAT
+from onebit.optim.run import Run
 from onebit.optim.setup import Setup
-from onebit.optim.snapshot import Snapshot
 from onebit.warning import warn
 
 WARNED_AFTER = (3, 10, 100, 1000)  # steps in a row
@@ -30,15 +30,15 @@ _GROWTH = (
 )
 
 
-def warnings_of_skips(setup: Setup, current: Snapshot, hyper: Tensor) -> list[Callable[[], None]]:
+def warnings_of_skips(run: Run, hyper: Tensor) -> list[Callable[[], None]]:
     """What is due when the step is over, of what is read one step late, with the gradients of this one: which rank it
     is shows in them. hyper: with which they were looked at."""
-    stages, due = current.stages, []
+    setup, stages, due = run.setup, run.state.stages, []
     usual = WARNED_AFTER[0] > max(stages.skipped_in_a_row, stages.left_out_in_a_row, stages.shortened_in_a_row)
     if usual or capturing(setup.device):
         return []
     if stages.skipped_in_a_row in WARNED_AFTER:
-        due += _of_skipped(setup, current.states, hyper, stages.skipped_in_a_row)
+        due += _of_skipped(setup, run.state.states, hyper, stages.skipped_in_a_row)
     if stages.left_out_in_a_row in WARNED_AFTER:
         due.append(partial(warn, f"this rank has left out {stages.left_out_in_a_row} local steps in a row: {_LOOK}"))
     if stages.shortened_in_a_row == SHORTENED_FOR and setup.topology.everyone.rank == 0:

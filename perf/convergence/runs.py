@@ -227,7 +227,7 @@ def volume(
 def compressed_bytes(optimizers: Sequence[torch.optim.Optimizer], steps: int, transport: Transport) -> float:
     """What a rank has sent in compressed steps, of which there were so many: the mean over ranks."""
     ours = [optimizer for optimizer in optimizers if isinstance(optimizer, OneBitOptimizer)]
-    apart = sum(sum(state.numels) for optimizer in ours for state in optimizer.current.uncompressed)
+    apart = sum(sum(state.numels) for optimizer in ours for state in optimizer.run.state.uncompressed)
     own = float(sum(getattr(optimizer, "wire_bytes", 0) for optimizer in optimizers))
     return mean_over_ranks([own + steps * full_step_bytes(apart, transport.size)], transport)[0]
 

@@ -59,10 +59,10 @@ def damaged(rank: int, case: Case, phase: str, place: str = "scale") -> Found:
             found.step = step
             if (rank, step) == (WHO, AT):
                 if optimizer.compressing:
-                    transport.format = optimizer.current.reducers[0].exchange.reply_format
+                    transport.format = optimizer.run.state.reducers[0].exchange.reply_format
                 transport.due = phase != "residual"
                 if phase == "residual":
-                    optimizer.current.reducers[0].exchange.residual.value[0] += 0.5
+                    optimizer.run.state.reducers[0].exchange.residual.value[0] += 0.5
             take(case, rank, optimizer, params, step=step)
             found.params.append(bits(params))
     except onebit.DivergenceError as error:

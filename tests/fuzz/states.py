@@ -144,12 +144,12 @@ def goes_on(run: Run) -> None:
 def mark(run: Run) -> Any:
     """All that a load could change."""
     o = run.optimizer
-    states, stages = o.current.states, o.current.stages
+    states, stages = o.run.state.states, o.run.state.stages
     flat = [state[name] for state in states for name in state.fields] + [stages.counts]
-    exchanges = [reducer.exchange for reducer in o.current.reducers]
+    exchanges = [reducer.exchange for reducer in o.run.state.reducers]
     flat += [buffer for e in exchanges for buffer in (e.replies.buffer, *(r.value for r in e.residuals.values()))]
     options = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in o.param_groups]
-    numbers = (stages.steps, o.compressing, o.current.ranks_agree, o.wire_bytes, stages.rule.state(), o.freeze_ratio)
+    numbers = (stages.steps, o.compressing, o.run.state.ranks_agree, o.wire_bytes, stages.rule.state(), o.freeze_ratio)
     return bits(run.params), bits(flat), [id(state) for state in states], options, numbers
 
 

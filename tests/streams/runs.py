@@ -30,7 +30,7 @@ ELSEWHERE = {  # calls that no scenario comes to, and why
     "collectives/hand_over.py": "a reform",
     "collectives/signs_of_life.py": "a thread of the host",
     "onebit/elastic/following.py": "a thread of the host",
-    "onebit/optim/snapshot.py add_residual_shares": "a reform",
+    "onebit/optim/merging.py add_residual_shares": "a reform",
 }
 
 

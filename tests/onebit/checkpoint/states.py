@@ -92,7 +92,7 @@ def denominator(v, eps, weight):
 
 def left_out(optimizer):
     """Of a run that goes on: e / N and E of this rank, a float64 tensor a parameter, as they are in its memory."""
-    (part,) = optimizer.current.parts
+    (part,) = optimizer.run.state.parts
     exchange, found = part.reducer.exchange, []
     exchange.materialize()
     for i, p in enumerate(part.state.params):

@@ -280,7 +280,7 @@ def test_momentum_after_local_steps_has_its_own_unit():
         assert float(state["state"][key]["momentum_factor"]) > 2
         assert same(own["exp_avg"], state["state"][key]["exp_avg"])
         own_momentum.append(own["exp_avg"])
-    (flat,) = optimizer.current.states
+    (flat,) = optimizer.run.state.states
     for i, m in enumerate(own_momentum):
         torch.testing.assert_close(flat.view("own_momentum", i), m)
 

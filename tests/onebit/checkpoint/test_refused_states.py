@@ -154,11 +154,11 @@ def changed(state, path, value):
 
 
 def assert_refused(on, state, match, errors=ValueError):
-    before, current = mark(on), on.optimizer.current
+    before, current = mark(on), on.optimizer.run.state
     shown = {p: snapshot(own) for p, own in on.optimizer.state.items()}
     with on_warnings("ignore"), pytest.raises(errors, match=match):
         on.optimizer.load_state_dict(state)
-    assert mark(on) == before and on.optimizer.current is current
+    assert mark(on) == before and on.optimizer.run.state is current
     assert all(same(snapshot(on.optimizer.state[p]), own) for p, own in shown.items())
 
 

@@ -132,7 +132,7 @@ def _moved(rank: int, move: Move) -> Moved:
             g["lr"] *= RATE  # as a schedule leaves it
         found.before = after(move.at, "", optimizer, ordered)
         optimizer.catch_up()
-        for part in optimizer.current.compressed_parts:
+        for part in optimizer.run.state.compressed_parts:
             m = part.last_momentum(optimizer.setup.algorithm)
             found.momentum = np.concatenate([as_numpy(each).ravel() for each in m])
     if is_there or move.leaving:
@@ -142,7 +142,7 @@ def _moved(rank: int, move: Move) -> Moved:
     if not is_there:
         return found
     found.rates = [g["lr"] for g in optimizer.param_groups]
-    found.counts = optimizer.current.stages.counts.tolist()
+    found.counts = optimizer.run.state.stages.counts.tolist()
     found.later = [after(move.at, "", optimizer, ordered)]
     for step in range(move.at + 1, move.at + 1 + MORE):
         coming = getattr(optimizer, "schedule", None)

@@ -131,7 +131,7 @@ def same_on_all(optimizer: Any) -> bytes:
     """Of 0/1 Adam between two exchanges: the parameters after the last one."""
     with optimizer.at_last_sync():
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        shared = [t for _, t in shared_tensors(optimizer.setup, optimizer.current)] if optimizer.synchronized else []
+        shared = [t for _, t in shared_tensors(optimizer.run)] if optimizer.synchronized else []
         return bits([*params, *shared])
 
 

@@ -263,7 +263,7 @@ def run(rank: int, death: Death, failure: Failure | None, failed: bool = False) 
         onebit.reform(optimizer, group(2))
     else:
         onebit.reform(optimizer, Topology.of(dist.new_group([0, 1], use_local_synchronization=True)))
-    attempts = int(optimizer.current.stages.counts.sum())
+    attempts = int(optimizer.run.state.stages.counts.sum())
     after, synchronized = state_of(optimizer, params), optimizer.synchronized
     for step in range(attempts + 1, attempts + 4):
         take(case, rank, optimizer, params, step)
@@ -290,7 +290,7 @@ def state_of(optimizer: Any, params: Any) -> Any:
 
 def residuals_of(optimizer: Any) -> list[torch.Tensor]:
     """What this rank has left out of messages and of means."""
-    exchanges = [reducer.exchange for reducer in optimizer.current.reducers]
+    exchanges = [reducer.exchange for reducer in optimizer.run.state.reducers]
     return [each.left_out().clone() for exchange in exchanges for each in exchange.residuals.values()]
 
 

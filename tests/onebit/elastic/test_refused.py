@@ -37,7 +37,7 @@ def ranks_at_other_steps(rank: int) -> Made:
     optimizer, params = trained(CASE, rank, 5, group(2))
     if rank == 1:
         optimizer.load_state_dict(snapshot(optimizer.state_dict()))
-        optimizer.current.stages.counts[0] += 2
+        optimizer.run.state.stages.counts[0] += 2
     return optimizer, params
 
 

@@ -17,7 +17,6 @@ from torch import nn
 from onebit.checkpoint import schema
 from onebit.optim.flat_state import pieces
 from onebit.optim.param_groups import is_compressed
-from onebit.optim.steps import kind_of_step
 from tests.onebit.optim.simulation import group_or_none
 from tests.onebit.runs import Case, arrays, bits, clip_as_asked, on_warnings, run, same, snapshot, take, unchanged
 from tests.oracle.mean_norm import MeanNorm
@@ -79,9 +78,9 @@ def skips(rank: int, size: int, case: Case, tries: tuple[tuple[int, int, float],
 def memory(optimizer: Any) -> Any:
     """What a run goes on from on this rank, as it is: a state of one process alone is what it goes on from then."""
     optimizer.catch_up()
-    reached = schema.progress(optimizer.setup, optimizer.current)
+    reached = schema.progress(optimizer.run)
     found: list[Any] = [{k: v for k, v in reached.items() if k not in ("skipped_steps", "wire_bytes")}]
-    for part in optimizer.current.parts:
+    for part in optimizer.run.state.parts:
         state, reducer = part.state, part.reducer
         found.append({name: state[name] for name in state.fields if name != "residual"})
         if reducer is None:
@@ -155,7 +154,7 @@ def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
         coefficient = 1.0
         if step % 3:
             found = float(optimizer.clip_grad_norm_(max_norm))
-            full = kind_of_step(optimizer.setup, optimizer.current) == "full"
+            full = optimizer.run.kind() == "full"
             squares = _squares(case, size, step, [full or own for own in apart])
             norm = mean_norm.norm(squares, full)
             mean_norm.take(squares, full)

@@ -133,7 +133,7 @@ def record_run(rank, size, case, extra_syncs=()):
 
 
 def after(step, kind, optimizer, params):
-    [part] = optimizer.current.parts
+    [part] = optimizer.run.state.parts
     values = [optimizer.state[p].get("master", p) for p in params]
     assert bits(params) == bits(x.to(p.dtype) for p, x in zip(params, values, strict=True))
     fields = {name: as_numpy(part.state[name]) for name in part.state.fields if name != "residual"}

@@ -14,7 +14,8 @@ from onebit.kernels.data import upload
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.optim import gradients, snapshot
+from onebit.optim import gradients
+from onebit.optim import run as run_module
 from onebit.optim.gradients import HyperTable
 from onebit.parallel import flight
 from tests.onebit.optim.contract import started
@@ -82,10 +83,10 @@ def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):
     ends, written = [], []
     for lr in (torch.tensor(0.01), 0.01):
         params, optimizer = started(Case(options={"lr": lr}), 0)
-        assert optimizer.gradients.write_hyper(optimizer.setup, optimizer.current)[0, 0] == torch.tensor(0.01)
+        assert optimizer.gradients.write_hyper(optimizer.run)[0, 0] == torch.tensor(0.01)
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "__setitem__", lambda *arguments: written.append(arguments))
-            optimizer.gradients.write_hyper(optimizer.setup, optimizer.current)
+            optimizer.gradients.write_hyper(optimizer.run)
         run(Case(), 0, optimizer, params, 1, 3)
         ends.append(bits(params))
     assert ends[0] == ends[1] and not written
@@ -139,6 +140,6 @@ def test_a_step_that_no_graph_can_hold_is_refused_also_if_it_began_before_the_ca
     optimizer = getattr(onebit, kind)(params, lr=1e-3)
     params[0].grad = torch.ones(70)
     optimizer.clip_grad_norm_(1.0)
-    monkeypatch.setattr(snapshot, "capturing", lambda device: True)
+    monkeypatch.setattr(run_module, "capturing", lambda device: True)
     with pytest.raises(ValueError, match="a CUDA graph can't hold this step"):
         optimizer.step()

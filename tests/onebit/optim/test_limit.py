@@ -69,7 +69,7 @@ def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shap
         return onebit.OneBitAdam([nn.Parameter(torch.zeros(200))], freeze_step=2, block_size=block_size)
 
     def usual(optimizer: Any) -> float:
-        return float(optimizer.current.parts[0].state[USUAL.name])
+        return float(optimizer.run.state.parts[0].state[USUAL.name])
 
     optimizer, source = built(32), torch.Generator().manual_seed(0)
     for _ in range(4):
@@ -115,4 +115,4 @@ def test_a_local_step_after_one_that_was_left_out_has_a_limit_too() -> None:
         g = torch.randn(2000, generator=source)
         tiny.grad = 1e-18 * (g + g.sign())  # whose squares fp32 still holds, but not the squares of 1 / them
         optimizer.step()
-    assert tiny.isfinite().all() and optimizer.current.parts[0].state[USUAL.name].isfinite().all()
+    assert tiny.isfinite().all() and optimizer.run.state.parts[0].state[USUAL.name].isfinite().all()

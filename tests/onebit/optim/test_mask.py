@@ -128,7 +128,7 @@ def test_a_state_from_elsewhere_does_not_move_it(kind: str, saved_after: int) ->
     run(case, 0, masked, params, saved_after + 1, saved_after + 5)
     assert masked.compressing
     assert_held(params, first)
-    [part] = masked.current.parts
+    [part] = masked.run.state.parts
     left_out = part.reducer.exchange.residual.left_out()
     for i, (p, mask) in enumerate(zip(params[:2], masks(), strict=False)):
         frozen = part.state.view(frozen_name(kind), i)

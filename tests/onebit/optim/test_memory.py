@@ -73,7 +73,7 @@ def measure(rank: int, size: int, kind: str, each: int = 1, **more: Any) -> dict
             optimizer.step()
         made.append(mode.most / (4 * NUMEL))
     kept = sum(n for where, n in living().items() if where not in before) / NUMEL
-    [exchange] = [reducer.exchange for reducer in optimizer.current.reducers]
+    [exchange] = [reducer.exchange for reducer in optimizer.run.state.reducers]
     messages = [exchange.sent, *([exchange.received, exchange.reply] if exchange.server_residual else [])]
     messages += [exchange.arriving] if each > 1 else []
     buffers = sum(own.buffer.numel() for own in messages) / NUMEL
@@ -129,7 +129,7 @@ def part_of(kind: str, numels: list[int], **options: object) -> Any:
     optimizer = build(kind, params, freeze_step=1, **options)
     for _ in range(4):
         step_by(optimizer, torch.randn_like)
-    (part,) = optimizer.current.parts
+    (part,) = optimizer.run.state.parts
     return part
 
 

@@ -168,7 +168,7 @@ def test_lambs_limits_may_be_equal():
         first.grad, second.grad = torch.ones(3), torch.ones(3)
         optimizer.step()
     assert optimizer.compressing
-    [state] = optimizer.current.states
+    [state] = optimizer.run.state.states
     assert state["coefficient_average"].tolist() == pytest.approx([0.2, 0.2], rel=1e-6)
     assert state["coefficient"].tolist() == pytest.approx([0.4, 0.4], rel=1e-6)
 

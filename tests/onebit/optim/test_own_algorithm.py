@@ -135,7 +135,7 @@ def loaded(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray], 
 
 def momentum_and_residuals(optimizer: Any) -> list[np.ndarray]:
     """b1 m + mean_i e_i + E: what the next messages have to carry, whoever holds it."""
-    [reducer], transport = optimizer.current.reducers, optimizer.setup.topology.replicas
+    [reducer], transport = optimizer.run.state.reducers, optimizer.setup.topology.replicas
     mean = reducer.exchange.residual.left_out().clone()
     transport.all_sum(mean, "adding up residuals in a test").wait()
     mean.div_(transport.size).add_(reducer.exchange.gathered_server_residual())

@@ -73,7 +73,7 @@ def test_the_variance_of_an_added_parameter_is_frozen_as_that_of_the_others(kind
         found = [optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**4) for p in (first, second)]
         expected = 4.0
     else:
-        [state], expected = optimizer.current.states, 0.5
+        [state], expected = optimizer.run.state.states, 0.5
         found = [state.view("denominator", i) for i in range(2)]
     for values in found:
         torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-4, atol=0)
@@ -277,7 +277,7 @@ def test_a_state_that_is_there_moves_with_a_load():
         state = snapshot(optimizer.state_dict())
         optimizer.load_state_dict(state)
         assert optimizer.setup.device.type == optimizer.gradients.flags.device.type == "meta"
-        assert {state.device.type for state in optimizer.current.states} == {"meta"}
+        assert {state.device.type for state in optimizer.run.state.states} == {"meta"}
     move(params, homes)
     optimizer.load_state_dict(state)
     for each, its in ((optimizer, params), (twin, others)):

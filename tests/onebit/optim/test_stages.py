@@ -144,5 +144,5 @@ def test_one_gradient_element_that_is_not_0_is_enough(ratio):
             params[0].grad, params[1].grad = None, None if step == 3 else torch.tensor([0.0, 1e-20, 0.0])
             optimizer.step()
             assert params[1].isfinite().all()
-            assert not optimizer.compressing or optimizer.current.states[0]["ratio"].isfinite().all()
+            assert not optimizer.compressing or optimizer.run.state.states[0]["ratio"].isfinite().all()
     assert optimizer.compressing

@@ -128,10 +128,10 @@ def test_what_is_no_state_is_an_error() -> None:
 def test_reading_the_state_of_others_changes_nothing() -> None:
     """A defaultdict makes an entry of it."""
     params, optimizer = started(CASE, 4)
-    current = optimizer.current
+    current = optimizer.run.state
     assert optimizer.state[nn.Parameter(torch.zeros(2))] == {}
     take(CASE, 0, optimizer, params, 5)
-    assert optimizer.current is current
+    assert optimizer.run.state is current
 
 
 # Param groups and attributes

@@ -138,7 +138,7 @@ def saved(rank: int, size: int, case: Case, last: int) -> dict[str, Any]:
 
 def to_send(optimizer: Any, case: Case) -> list[list[torch.Tensor]]:
     """What this rank would send of zero gradients, by parameter; with local steps what is left out, and m."""
-    [part] = optimizer.current.parts
+    [part] = optimizer.run.state.parts
     exchange, m = part.reducer.exchange, part.last_momentum(optimizer.setup.algorithm)
     gathered = exchange.gathered_server_residual()
     left_out = exchange.residual.left_out() + (0 if gathered is None else gathered)
@@ -158,7 +158,7 @@ def loaded(rank: int, size: int, case: Case, saved: Any) -> tuple[int, list[list
     local = "local_step_scaler" in case.options
     if local:
         step_by(optimizer, torch.zeros_like)
-        [state] = optimizer.current.states
+        [state] = optimizer.run.state.states
         found.append([state.view("own_momentum", i).clone() for i in range(len(params))])
     run(case.but(missing=()), rank, optimizer, params, schedule.step + local, 26)
     if local:
@@ -310,7 +310,7 @@ def test_the_watch_waits_for_a_sync(rank: int, size: int, damaged: int, found: i
     case = options(LOCAL, check_every=5)
     params, optimizer = started(case, damaged, rank, size)
     if damaged and rank == 1:
-        [part] = optimizer.current.parts
+        [part] = optimizer.run.state.parts
         part.state["exp_avg_sq"][3] *= 1.5
     run(case, rank, optimizer, params, damaged + 1, (found or case.steps + 1) - 1)
     if found:
@@ -398,7 +398,7 @@ def test_messages_are_made_without_a_mask_where_every_element_takes_part() -> No
     loaded."""
 
     def masked(optimizer: Any) -> bool:
-        [exchange] = [reducer.exchange for reducer in optimizer.current.reducers]
+        [exchange] = [reducer.exchange for reducer in optimizer.run.state.reducers]
         return exchange.live_in(exchange.layout.all()) is not None
 
     params = [nn.Parameter(torch.zeros(n)) for n in (40, 0, 7)]

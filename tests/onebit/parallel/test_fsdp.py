@@ -175,7 +175,7 @@ def with_a_layer_apart(rank: int, mesh: Any, kind: str) -> list[bytes]:
         layers = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]  # type: ignore[index]
         optimizer = attached(net, mesh, kind, layers, hooked, **SOON)
         trained(rank, net, optimizer, 9)
-        assert optimizer.compressing and len(optimizer.current.uncompressed) == 1
+        assert optimizer.compressing and len(optimizer.run.state.uncompressed) == 1
         ends.append(bits(whole(net)))
     optimizer.synchronize()
     state = snapshot(optimizer.state_dict())

@@ -96,7 +96,7 @@ def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[st
 
 def left_out(optimizer: Any) -> bytes:
     """On this rank, of what it has sent, and of replies."""
-    exchanges = [reducer.exchange for reducer in optimizer.current.reducers]
+    exchanges = [reducer.exchange for reducer in optimizer.run.state.reducers]
     return bits(residual.left_out() for exchange in exchanges for residual in exchange.residuals.values())
 
 
@@ -192,7 +192,7 @@ def test_messages_arrive_while_backward_still_computes(rank: int) -> None:
     arrived = []
 
     def wait(grad: Tensor) -> None:
-        exchange: Exchange = optimizer.current.reducers[0].exchange
+        exchange: Exchange = optimizer.run.state.reducers[0].exchange
         stop = time.monotonic() + HUNG / 8
         while time.monotonic() < stop and exchange.wire_bytes < before + 3 * nbytes:
             time.sleep(0.001)
@@ -202,7 +202,7 @@ def test_messages_arrive_while_backward_still_computes(rank: int) -> None:
         optimizer.zero_grad()
         loss = model(torch.ones(2, 20) * (rank + 1)).square().sum()
         if step == 3:
-            before, nbytes = optimizer.wire_bytes, optimizer.current.reducers[0].exchange.format.nbytes
+            before, nbytes = optimizer.wire_bytes, optimizer.run.state.reducers[0].exchange.format.nbytes
             model[0].weight.register_hook(wait)
         loss.backward()
         optimizer.step()
@@ -265,7 +265,7 @@ def test_an_error_of_the_thread_is_raised_by_step(rank: int) -> None:
             join_flight(optimizer)
         optimizer.step()
     optimizer.zero_grad()
-    exchange = optimizer.current.reducers[0].exchange
+    exchange = optimizer.run.state.reducers[0].exchange
     exchange.backend = Mock(run=Mock(side_effect=RuntimeError("the network is gone")))  # which averages in the thread
     backward(Case(), rank, params, 6)
     with pytest.raises(RuntimeError, match=r"^the network is gone$"):

@@ -56,7 +56,7 @@ def test_hosts_are_nodes(rank: int, hosts: list[int], slices: int) -> bytes:
 def test_diagnostics_are_of_this_ranks_slice(rank: int, kind: str) -> float:
     """Of every parameter the norm that is reported of this rank's residual is that of what it has of it."""
     optimizer = Run(CASE.but(kind=kind), 5, rank, group()).optimizer
-    found, [state] = list(optimizer.diagnostics().values()), optimizer.current.states
+    found, [state] = list(optimizer.diagnostics().values()), optimizer.run.state.states
     norms = [math.hypot(*(float(e.norm()) for _, e in state.parts_of("residual", i))) for i in range(len(found))]
     assert [own["residual_norm"] for own in found] == pytest.approx(norms, rel=1e-5)
     assert max(norms) > 0 and (0.0 in norms or rank > 0)

@@ -62,7 +62,7 @@ def test_a_checksum_sees_what_changed_places_and_is_of_bits_not_of_numbers() -> 
 def check_now(optimizer: Any) -> str:
     """The error of a check, with check_every=1."""
     try:
-        optimizer.watch.check(optimizer.setup, optimizer.current)
+        optimizer.watch.check(optimizer.run)
     except onebit.DivergenceError as error:
         return str(error)
     return ""
@@ -77,7 +77,7 @@ def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
     case = Case(kind, dtype=dtype, steps=6, options={"freeze_step": freeze_step, **ALWAYS}, groups=({}, {"lr": 1e-3}))
     optimizer, texts = Run(case, case.steps, rank, group()).optimizer, {}
     assert check_now(optimizer) == ""
-    for name, tensor in shared_tensors(optimizer.setup, optimizer.current):
+    for name, tensor in shared_tensors(optimizer.run):
         if not tensor.numel():
             continue
         if rank == 1:
@@ -85,7 +85,7 @@ def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
         texts[name] = check_now(optimizer)
         if rank == 1:
             flip(tensor, 3, tensor.numel() - 1)
-    for reducer in optimizer.current.reducers:
+    for reducer in optimizer.run.state.reducers:
         reducer.exchange.residual.value.add_(rank)
     assert check_now(optimizer) == ""
     expected = {"exp_avg", "exp_avg_sq"} if freeze_step == 50 else {frozen_name(kind)}

@@ -50,9 +50,9 @@ def test_norms_and_scales(rank: int, kind: str, scale: str, reply: Any) -> None:
     np.testing.assert_allclose(said("variance_norm"), norms(variances), rtol=1e-5)
     assert not any("residual_norm" in own for own in optimizer.diagnostics().values())
     if kind == "OneBitLamb":
-        assert said("coefficient") == optimizer.current.states[0]["coefficient"].tolist()
+        assert said("coefficient") == optimizer.run.state.states[0]["coefficient"].tolist()
     run.on(4, 8)
-    (reducer,) = optimizer.current.reducers
+    (reducer,) = optimizer.run.state.reducers
     state, e = reducer.state, reducer.exchange.residual.left_out()
     left_out = [state.cut(e, i) for i in range(len(params))]
     np.testing.assert_allclose(said("residual_norm"), norms(left_out), rtol=1e-5)

@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.kernels.log import tell, to_log
-from onebit.optim import snapshot, stages
+from onebit.optim import run as run_module
+from onebit.optim import stages
 from onebit.optimizers import optimizer as front
 from onebit.parallel import flight
 from onebit.report import pay_off, skips
@@ -159,7 +160,7 @@ def test_a_captured_step_asks_nothing_of_the_host(monkeypatch):
     """Steps of stage 2 leave out what a CUDA graph can't hold; others are an error."""
     case = Case("OneBitAdam", options={"freeze_step": 2})
     params, optimizer = started(case, 5)
-    for module in (stages, pay_off, snapshot, skips, front):
+    for module in (stages, pay_off, run_module, skips, front):
         monkeypatch.setattr(module, "capturing", lambda device: True)
     monkeypatch.setattr(stages.AsyncReadback, "finish", lambda self: pytest.fail("the host waits for an event"))
     before = dict(optimizer.pay_off.taken)
