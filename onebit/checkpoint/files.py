@@ -26,7 +26,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from onebit.kernels.data.checks import is_whole
+from onebit.optim import facts
 from onebit.optim.setup import Setup
 
 MANIFEST = "checkpoint.json"
@@ -190,9 +190,8 @@ def layout_of(model: Mapping[str, Any], setup: Setup) -> dict[str, Any]:
     """Shapes of the model by name, and the number of ranks; with a fingerprint of these, dtypes, groups and options."""
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
     made = {"model": {name: list(t.shape) for name, t in tensors.items()}, "ranks": setup.topology.everyone.size}
-    groups = [[(p.dtype, p.shape) for p in group["params"]] for group in setup.groups]
-    others = [[t.dtype for t in tensors.values()], groups, setup.name, asdict(setup.options)]
-    return {**made, "fingerprint": checksum([made, others])}
+    common = {**facts.of_model(setup), **facts.of_options(setup), facts.MASKS: ""}
+    return {**made, "fingerprint": checksum([made, [t.dtype for t in tensors.values()], common])}
 
 
 def check_layout(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint import schema
-from onebit.collectives.agreement import NODES
 from onebit.collectives.hand_over import receive_tensors
 from onebit.collectives.link import Link, connect
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import CollectiveError, LocalTransport
 from onebit.elastic.giving import PHASE
-from onebit.elastic.members import NEW, facts_of_model, is_new
+from onebit.elastic.members import NEW, is_new
 from onebit.elastic.moving import Shared, put_group_values
 from onebit.kernels import streams
 from onebit.kernels.log import tell
-from onebit.optim import merging
+from onebit.optim import facts, merging
 from onebit.optim.gradients import Gradients
 from onebit.optim.run import Run
 from onebit.optim.state import State
@@ -162,7 +161,7 @@ class Follower:
 
     def _begin(self, value: Mapping[str, Any], shared: Shared) -> None:
         inner, self._run = self._inner, None
-        own = {name: each for name, each in facts_of_model(inner.setup, "").items() if name != NODES}
+        own = {**facts.of_model(inner.setup), **facts.of_options(inner.setup)}
         if other := [name for name, each in own.items() if value["facts"].get(name) != each]:
             name = other[0]
             raise ValueError(

@@ -27,9 +27,9 @@ from onebit.collectives.hand_over import send_tensors
 from onebit.collectives.heartbeat import own_address
 from onebit.collectives.link import Link, Listener
 from onebit.collectives.transport.protocol import CollectiveError
-from onebit.elastic.members import facts_of_model
 from onebit.elastic.moving import Shared, group_values
 from onebit.kernels.log import to_log
+from onebit.optim import facts
 from onebit.optim.steps import LocalStep, Step, SyncStep
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
@@ -143,7 +143,9 @@ class Giver:
         shared = Shared.of(inner, schema.save(run, residuals=False), schema.progress(run)).clone()
         value, tensors = shared.packed()
         ranks = {"nodes": setup.topology.nodes, "slices": setup.topology.slices}
-        return Entry({"kind": "state", "facts": facts_of_model(setup, ""), **ranks, **value}, tensors)
+        return Entry(
+            {"kind": "state", "facts": {**facts.of_model(setup), **facts.of_options(setup)}, **ranks, **value}, tensors
+        )
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from onebit.collectives.agreement import NODES, listed
+from onebit.collectives.agreement import listed
 from onebit.collectives.transport.protocol import Ranks
 from onebit.elastic.moving import group_values
-from onebit.optim.memory_order import order_of
-from onebit.optim.param_groups import COMPRESS, is_compressed
-from onebit.optim.setup import Setup
-from onebit.optim.sharding import local
 from onebit.optim.steps import Step, SyncStep
 from onebit.optimizers.optimizer import OneBitOptimizer
 
@@ -178,27 +171,3 @@ class Members:
         known = member.known_as(self.reforms)
         assert known is not None, "check comes first"
         return known
-
-
-def facts_of_model(setup: Setup, nodes: str) -> dict[str, float | str]:
-    """What a rank that joins must have in common with the others. nodes: how they are found in the new group."""
-    params = [p for group in setup.groups for p in group["params"]]
-
-    def checksum(what: Callable[[Tensor], Any]) -> int:
-        return zlib.crc32(str(list(map(what, params))).encode())
-
-    return {
-        NODES: nodes,
-        "optimizer": setup.name,
-        "parameters": len(params),
-        "elements": sum(p.numel() for p in params),
-        "checksum of shapes and dtypes": checksum(lambda p: (tuple(p.shape), str(p.dtype), p.requires_grad)),
-        "checksum of memory orders": checksum(lambda p: order_of(local(p))),
-        "checksum of masks": checksum(
-            lambda p: p in setup.fixed and zlib.crc32(setup.fixed[p].cpu().numpy().tobytes())
-        ),
-        COMPRESS: str([is_compressed(group) for group in setup.groups]),
-        "param groups of so many parameters": str([len(group["params"]) for group in setup.groups]),
-        **{each.name: str(getattr(setup.options, each.name)) for each in fields(setup.options)},
-        **setup.algorithm.settings(),
-    }

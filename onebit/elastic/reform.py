@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 from onebit.checkpoint import restore, schema
-from onebit.collectives.agreement import agree, gathered, raise_on_all
+from onebit.collectives.agreement import NODES, agree, gathered, raise_on_all
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import CollectiveError
 from onebit.elastic.halfway import Settlement
 from onebit.elastic.losses import warn_of_losses
-from onebit.elastic.members import Member, Members, facts_of_model, is_new
+from onebit.elastic.members import Member, Members, is_new
 from onebit.elastic.moving import Saved, Shared, receive_shares, send_shares
 from onebit.kernels.log import tell
-from onebit.optim import merging
+from onebit.optim import facts, merging
 from onebit.optim.run import Run
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.unwrap import own_optimizer
@@ -88,7 +88,8 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
         rows = gathered(everyone, inner.setup.device, lambda: own.come(process_group, leaving), _COMPARING)
         members = Settlement(everyone, [Member(**row) for row in rows])
         nodes = inner.rank_finder.how_nodes_are_found(process_group)
-        agree(everyone, inner.setup.device, facts_of_model(inner.setup, nodes))
+        common = {NODES: nodes, **facts.of_model(inner.setup), **facts.of_options(inner.setup)}
+        agree(everyone, inner.setup.device, common)
         members.check()
         topology, before = inner.rank_finder.topology_of(process_group), inner.run.state
         own.go_on(members, topology)

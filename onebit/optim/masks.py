@@ -101,13 +101,9 @@ def _values(fixed: tuple[FlatState, int, Tensor, Tensor]) -> Tensor:
     return x[indices]
 
 
-def checksum(states: Iterable[FlatState]) -> str:
-    """For ranks to compare: of what is fixed, and in which parameters."""
-    found = [
-        (i, zlib.crc32(fixed.cpu().numpy().tobytes()))
-        for i, fixed in enumerate(fixed for state in states for fixed in state.fixed)
-        if fixed is not None
-    ]
+def checksum(fixed: Iterable[Tensor | None]) -> str:
+    """Return, for ranks to compare, how many parameters have fixed elements, and a checksum of these."""
+    found = [(i, zlib.crc32(each.cpu().numpy().tobytes())) for i, each in enumerate(fixed) if each is not None]
     return f"{len(found)} (checksum {zlib.crc32(str(found).encode())})" if found else "none"
 
 

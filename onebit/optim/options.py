@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, NoReturn, TypedDict, TypeVar, get_args
@@ -66,73 +67,128 @@ class OptionArguments(TypedDict, total=False):
     node_group: Any
 
 
-def _option(default: Any, description: str) -> Any:
-    return field(default=default, metadata={"description": description})
+Takes = Callable[[Any], bool]
+
+
+def _one_of(*names: str) -> Takes:
+    return lambda value: is_one_of(value, names)
+
+
+def _option(default: Any, description: str, takes: Takes | None, must: str = "") -> Any:
+    """A row of the table: what documentation says, and which values are taken. takes: None where `must` is not said
+    here, but by the check that others have, too."""
+    return field(default=default, metadata={"description": description, "takes": takes, "must": must})
+
+
+_FLAG: tuple[Takes, str] = (lambda value: isinstance(value, bool), "it must be True or False")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The choices that hold for a whole optimizer; those of a param group stay in the group."""
+    """The choices that hold for a whole optimizer, the same on all ranks; those of a param group stay in the group.
+
+    Documentation, checks, the comparison of ranks and the fingerprint of a checkpoint are made of this table.
+    """
 
     freeze_step: FreezeStep = _option(
         "auto",
-        "the last step of stage 1: a number, or a FreezeRule, which ends stage 1 when the variance (LAMB: the "
-        'coefficients) is stable; "auto": FreezeRule().',
+        "the last step of [stage 1](#when-stage-1-ends): a number, or a `FreezeRule`, which ends stage 1 when the "
+        'variance (LAMB: the coefficients) is stable; `"auto"`: `FreezeRule()`; without effect on a loaded state of '
+        "stage 2",
+        lambda value: (
+            isinstance(value, FreezeRule) or is_one_of(value, ("auto",)) or is_whole(value, least=0, most=MOST_STEPS)
+        ),
+        'the last step of stage 1 must be a whole number, 0 or more, "auto", or an onebit.FreezeRule. Papers use 15 '
+        "to 25 % of all steps",
     )
-    bias_correction: bool = _option(True, "as torch.optim.AdamW; False for the papers' BertAdam.")
+    bias_correction: bool = _option(True, "as torch.optim.AdamW; `False` for the papers' BertAdam", *_FLAG)
     zero_variance: ZeroVariance = _option(
         "floor",
         "what an element without a variance at the freeze does: take the mean variance of its parameter's other "
-        'elements ("floor"), or never move ("hold").',
+        'elements (`"floor"`), or never move (`"hold"`). A parameter without any variance never moves: rank 0 warns',
+        _one_of(*get_args(ZeroVariance)),
+        f"it must be one of {get_args(ZeroVariance)}",
     )
     variance_floor: float = _option(
-        1e-2, "the least frozen variance of an element, as a part of its parameter's mean variance; papers: 0."
+        1e-2,
+        "the least frozen variance of an element, as a part of its parameter's mean variance; papers: 0",
+        lambda value: is_finite(value, LARGEST_FLOAT) and 0 <= value <= 1,
+        "it is the least variance of an element at the freeze, as a part of the mean of its parameter's, and must lie "
+        "between 0 (as the papers have it) and 1",
     )
     update_limit: float | Literal["auto"] | None = _option(
         "auto",
-        "the most that the root mean square of a parameter's update (lr multiplies the update) may be while the "
-        'variance stays frozen; a larger update is shortened. "auto": twice the usual root mean square of this '
-        "parameter (1-bit LAMB: up to 4 times stays, more is shortened to 1.5 times), and 1/4 at least; None: no "
-        "limit, as in the papers.",
+        "the [most](#gradients-that-grow) that the root mean square of a parameter's update (lr multiplies the update) "
+        'may be while the variance stays frozen; a larger update is shortened. `"auto"`: twice the usual root mean '
+        "square of this parameter (1-bit LAMB: up to 4 times stays, more is shortened to 1.5 times), and 1/4 at least; "
+        "`None`: no limit, as in the papers",
+        lambda value: (
+            value is None
+            or is_one_of(value, ("auto",))
+            or (is_finite(value, LARGEST_FLOAT) and value >= SMALLEST_FLOAT)
+        ),
+        "it is the most that the root mean square of a step over lr may be: a number above 0, 2**-126 at least, "
+        '"auto" for a multiple of what is usual for a parameter, or None',
     )
-    scale: Scale = _option("block", 'one scale for each "block", or one for each message ("tensor"), as in the papers.')
+    scale: Scale = _option(
+        "block", 'one scale for each `"block"`, or one for each message (`"tensor"`), as in the papers', None
+    )
     norm: AskedNorm = _option(
         "auto",
-        'how a scale is made of the elements of its block or message: the mean size ("l1": the least error), the root '
-        'mean square ("l2"), or the sum of squares over the sum of sizes ("unbiased": nothing comes late, but with '
-        'noise); "auto": unbiased with block scales, else l1.',
+        'how a [scale](#scales) is made of the elements of its block or message: the mean size (`"l1"`: the least '
+        'error), the root mean square (`"l2"`), or the sum of squares over the sum of sizes (`"unbiased"`: nothing '
+        'comes late, but with noise); `"auto"`: unbiased with block scales, else l1',
+        _one_of(*get_args(AskedNorm)),
+        f"it must be one of {get_args(AskedNorm)}",
     )
     reply: AskedReply = _option(
         "auto",
-        "what a rank gets for a message: the mean, compressed to 1 bit once more (1), as in the papers, or the "
-        'messages of all N ranks ("direct"): nothing is compressed twice, and N / 2 times as many bytes are sent; '
-        '"auto": direct with two ranks, else 1.',
+        "[what comes back for a message](usage.md#what-comes-back-for-a-message): the mean, compressed to 1 bit once "
+        'more (`1`), as in the papers, or the messages of all N ranks (`"direct"`): nothing is compressed twice, and '
+        'N / 2 times as many bytes are sent; `"auto"`: direct with two ranks, else 1',
+        None,
     )
-    block_size: int = _option(BLOCK_SIZE, "how many elements a block has: a multiple of 32.")
+    block_size: int = _option(BLOCK_SIZE, "how many elements a block has: a multiple of 32, up to 8192", None)
     chunks: int | Literal["auto"] = _option(
         "auto",
-        "into how many pieces a message is cut: while one piece is sent, the next is compressed; "
-        '"auto" measures some numbers once.',
+        "into how many [pieces](tuning.md#chunks) a message is cut: while one piece is sent, the next is compressed; "
+        '`"auto"` measures some numbers once',
+        lambda value: is_one_of(value, ("auto",)) or is_whole(value, least=1, most=MOST_CHUNKS),
+        f'it must be a positive number up to {MOST_CHUNKS}, or "auto"',
     )
-    master_weights: bool = _option(True, "parameters of 16 bits keep an fp32 copy.")
+    master_weights: bool = _option(
+        True,
+        "parameters of 16 bits keep an fp32 copy: 4 bytes more an element. Write to them under `torch.no_grad()`; "
+        "in-place writes to `p.data` are undone",
+        *_FLAG,
+    )
     overlap: bool = _option(
         False,
-        "in stage 2 messages leave while backward still computes; clipping or scaling of gradients ends the overlap.",
+        "in stage 2 messages leave [while backward still computes](tuning.md#overlap-with-backward); clipping or "
+        "scaling of gradients ends the overlap",
+        *_FLAG,
     )
     elastic: bool = _option(
         False,
-        "a compressed step in which a rank dies can be taken back on the others, by onebit.reform: residuals and "
-        "messages are kept as they were before, 4 + 4 / N bytes an element and more.",
+        "a compressed step in which a rank dies can be [taken back](elastic.md) on the others, by `onebit.reform`: "
+        "residuals and messages are kept as they were before, 4 + 4 / N bytes an element and more",
+        *_FLAG,
     )
     check_every: int = _option(
         1000,
-        "steps between two checks that all ranks hold the same bits; if not, every rank raises a DivergenceError; "
-        "0: no checks.",
+        "steps between two checks that all ranks hold the same bits; if not, every rank raises a `DivergenceError`; "
+        "0: no checks",
+        lambda value: is_whole(value, least=0, most=MOST_STEPS),
+        "it is the number of steps between two checks that all ranks hold the same bits, and must be a whole number; "
+        "0 never checks",
     )
     gradient_dtype: torch.dtype | None = _option(
         None,
-        "the 16 bits that fp32 gradients are rounded to for the network in full-precision steps, and inside a node: "
-        "torch.bfloat16, torch.float16, or None, which sends fp32.",
+        "the [16 bits](#gradients-in-16-bits) that fp32 gradients are rounded to for the network in full-precision "
+        "steps, and inside a node: `torch.bfloat16`, `torch.float16`, or `None`, which sends fp32",
+        lambda value: value is None or (isinstance(value, torch.dtype) and value in (torch.bfloat16, torch.float16)),
+        "it is what gradients are rounded to on the wire in full-precision steps, and must be torch.bfloat16, "
+        "torch.float16, or None (they are sent as they are)",
     )
 
     @classmethod
@@ -161,45 +217,12 @@ class Options:
 
     def __post_init__(self) -> None:
         to_python_numbers(self)
-        by_rule = isinstance(self.freeze_step, FreezeRule) or is_one_of(self.freeze_step, ("auto",))
-        if not by_rule and not is_whole(self.freeze_step, least=0, most=MOST_STEPS):
-            raise ValueError(
-                f"freeze_step={self.freeze_step!r}: the last step of stage 1 must be a whole number, 0 or more, "
-                f'"auto", or an onebit.FreezeRule. Papers use 15 to 25 % of all steps'
-            )
-        if not is_one_of(self.zero_variance, get_args(ZeroVariance)):
-            raise ValueError(f"zero_variance={self.zero_variance!r}: it must be one of {get_args(ZeroVariance)}")
-        limit: Any = self.update_limit
-        is_number = is_finite(limit, LARGEST_FLOAT) and limit >= SMALLEST_FLOAT
-        if not (limit is None or is_one_of(limit, ("auto",)) or is_number):
-            raise ValueError(
-                f"update_limit={limit!r}: it is the most that the root mean square of a step over lr may be: a number "
-                f'above 0, 2**-126 at least, "auto" for a multiple of what is usual for a parameter, or None'
-            )
-        if not is_finite(self.variance_floor, LARGEST_FLOAT) or not 0 <= self.variance_floor <= 1:
-            raise ValueError(
-                f"variance_floor={self.variance_floor!r}: it is the least variance of an element at the freeze, as a "
-                f"part of the mean of its parameter's, and must lie between 0 (as the papers have it) and 1"
-            )
-        if not is_one_of(self.chunks, ("auto",)) and not is_whole(self.chunks, least=1, most=MOST_CHUNKS):
-            raise ValueError(f'chunks={self.chunks!r}: it must be a positive number up to {MOST_CHUNKS}, or "auto"')
-        for name in ("bias_correction", "master_weights", "overlap", "elastic"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: it must be True or False")
-        if not is_whole(self.check_every, least=0, most=MOST_STEPS):
-            raise ValueError(
-                f"check_every={self.check_every!r}: it is the number of steps between two checks that all ranks hold "
-                f"the same bits, and must be a whole number; 0 never checks"
-            )
-        if self.gradient_dtype is not None and not _is_16_bits(self.gradient_dtype):
-            raise ValueError(
-                f"gradient_dtype={self.gradient_dtype!r}: it is what gradients are rounded to on the wire in "
-                f"full-precision steps, and must be torch.bfloat16, torch.float16, or None (they are sent as they are)"
-            )
+        for each in fields(self):
+            value, takes = getattr(self, each.name), each.metadata["takes"]
+            if takes is not None and not takes(value):
+                raise ValueError(f"{each.name}={value!r:.80}: {each.metadata['must']}")
         check_reply(self.reply)
         check_block_size(self.block_size)
-        if not is_one_of(self.norm, get_args(AskedNorm)):
-            raise ValueError(f"norm={self.norm!r:.80}: it must be one of {get_args(AskedNorm)}")
         check_scale(self.scale, "l1" if self.norm == "auto" else self.norm)
 
 
@@ -222,6 +245,11 @@ def with_python_numbers(optimizer: torch.optim.Optimizer, state: dict[str, Any])
         group.update({name: in_python(value) for name, value in group.items()})
 
 
+def without_markup(text: str) -> str:
+    """Return a description as help() shows it: without links and backticks."""
+    return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
+
+
 T = TypeVar("T", bound=type)
 _GROUPS = """\
 process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
@@ -240,7 +268,7 @@ def shows_options(optimizer: T) -> T:
     parameters = [*own, *(inspect.Parameter(name, kind, default=d, annotation=a) for name, d, a in shared)]
     optimizer.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[misc]
     text = inspect.cleandoc(optimizer.__doc__ or "")
-    shown = "\n".join(f"{f.name}: {f.metadata['description']}" for f in taken)
+    shown = "\n".join(f"{f.name}: {without_markup(f.metadata['description'])}." for f in taken)
     optimizer.__doc__ = f"{text}\n{_GROUPS}\nOptions of every optimizer:\n\n{shown}\n"
     return optimizer
 
@@ -356,7 +384,3 @@ def check_sharded(options: Options, without_nodes: bool) -> None:
         raise ValueError(
             "node_group with sharded parameters: sharding inside a node is the first level already. Leave it out"
         )
-
-
-def _is_16_bits(value: object) -> bool:
-    return isinstance(value, torch.dtype) and value in (torch.bfloat16, torch.float16)

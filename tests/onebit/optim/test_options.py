@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import onebit
-from onebit.optim.options import OptionArguments, Options
+from onebit.optim.options import OptionArguments, Options, without_markup
 from tests.onebit.optim.contract import options, started
 from tests.onebit.runs import OPTIMIZERS, Case, bits, build, freezing_kinds, kinds, parameters, refused, run, step_by
 
@@ -232,6 +232,9 @@ def test_the_page_of_options_has_every_argument_with_its_default_and_no_other():
         arguments = inspect.signature(getattr(onebit, kind).__init__).parameters.values()
         real |= {a.name: a.default for a in arguments if a.kind is not a.VAR_KEYWORD}
     assert {name: default for name, default in real.items() if name not in ("self", "params")} == documented
+    for field in dataclasses.fields(Options):
+        default = repr(field.default).replace("'", '"')
+        assert f"| `{field.name}` | `{default}` | {field.metadata['description']} |" in page.splitlines()
 
 
 @kinds
@@ -244,7 +247,8 @@ def test_the_signature_and_the_help_show_every_option(kind):
             assert field.name not in shown and f"\n{field.name}:" not in (kind.__doc__ or "")
             continue
         assert shown[field.name].default == field.default
-        assert f"{field.name}: {field.metadata['description']}" in help_text.replace("\n |  ", "\n").replace(" |  ", "")
+        row = f"{field.name}: {without_markup(field.metadata['description'])}."
+        assert row in help_text.replace("\n |  ", "\n").replace(" |  ", "")
     for name in shown:
         assert re.search(rf"(^|[ ,]){name}(, [a-z_0-9, ]+)?: [a-z0-9\"']", described), name
 
