@@ -163,7 +163,7 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def listed(ranks: Sequence[int], of: Ranks = LOCAL) -> str:
-    """By their numbers among all processes, with their hosts."""
+    """Name ranks by their numbers among all processes, with their hosts."""
     hosts = {rank: of.host_of(rank) for rank in ranks}
     names = [f"{of.world_rank(rank)}" + (f" (on {host})" if host else "") for rank, host in hosts.items()]
     return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"

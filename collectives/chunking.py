@@ -43,7 +43,7 @@ def chunk_options(numel: int, ranks: int, block_size: int) -> list[int]:
 
 
 def shards_of(topology: Topology, exchange_class: type[Exchange]) -> int:
-    """Into how many a chunk is cut: with two levels, every slice of it as a chunk otherwise."""
+    """The number of shards of a chunk: with two levels every slice is cut as a chunk otherwise is."""
     return topology.slices * exchange_class.shards(topology.replicas.size)
 
 

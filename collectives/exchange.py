@@ -93,7 +93,7 @@ class Exchange(ABC):
 
     @property
     def own_row(self) -> int:
-        """Of the messages that a chunk's replies are, the place of this rank's own."""
+        """The index of this rank's own message among those that a chunk's replies are."""
         return self.node.rank * self.transport.size + self.transport.rank
 
     def __init__(
@@ -135,19 +135,19 @@ class Exchange(ABC):
     @classmethod
     @abstractmethod
     def shards(cls, ranks: int) -> int:
-        """Into how many shards a chunk is cut: the `ranks` of its layout."""
+        """The number of shards of a chunk: the `ranks` of its layout."""
 
     def _reply_format(self) -> Format:
-        """Of what comes back."""
+        """The format of what comes back."""
         return self.format
 
     def _servers(self) -> Sequence[Server | None]:
-        """Of every chunk, what this rank keeps of the shard that it averages, if it does."""
+        """What this rank keeps of each chunk's shard that it averages; None for a chunk without one."""
         return [None] * self.layout.chunks
 
     @abstractmethod
     def _exchange_chunk(self, chunk: Chunk, over: Transport) -> Iterator[None]:
-        """From a chunk's messages to the replies of its slice. Yields when it has started what it will wait for."""
+        """Turn a chunk's messages into the replies of its slice. Yields when it has started what it will wait for."""
 
     def run(
         self,
@@ -197,7 +197,7 @@ class Exchange(ABC):
         self.averaged: set[int] = set()
 
     def agree(self, more: Mapping[str, int | str] | None = None) -> None:
-        """Once: compare how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
+        """Compare once how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
         if not self.agreed:
             layout, form = self.layout, self.format
             numels, nodes = layout.numel.tolist(), self.node.size > 1
@@ -210,7 +210,7 @@ class Exchange(ABC):
         return None if self.live is None or self.all_live else span.of_bits(self.live)
 
     def slices(self) -> Iterator[tuple[Span, Messages, Residual | None]]:
-        """Of every chunk each slice, with its replies, and its residual where it is this rank's."""
+        """Yield each slice of every chunk, with its replies, and its residual if it is this rank's."""
         ranks, node = self.transport.size, self.node
         for chunk in self.chunks:
             for i in range(node.size):
@@ -300,7 +300,7 @@ class Exchange(ABC):
 
     @property
     def residuals(self) -> dict[str, Residual]:
-        """By name."""
+        """The residuals that this rank has, by name."""
         found = {"residual": self.residual}
         return found if self.server_residual is None else {**found, "server_residual": self.server_residual}
 

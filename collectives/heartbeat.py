@@ -81,7 +81,7 @@ class Heartbeat:
             )
 
     def gone(self) -> dict[int, str]:
-        """By rank of the default process group: what is known of each rank that is gone."""
+        """What is known of each rank that is gone, by its rank in the default process group."""
         return self._signs.gone()
 
     def left(self) -> list[int]:
@@ -128,19 +128,19 @@ class Heartbeat:
         return dist.group.WORLD
 
     def stop(self) -> None:
-        """In good order: the others do not take this rank for dead, and go on without it after `regroup`."""
+        """End in good order: the others do not take this rank for dead, and go on without it after `regroup`."""
         self._signs.stop(bye=True)
 
     def __enter__(self) -> Heartbeat:
         return self
 
     def __exit__(self, kind: object, *_error: object) -> None:
-        """With an error the rank counts as dead."""
+        """End in good order, or, with an error, so that the rank counts as dead."""
         self._signs.stop(bye=kind is None)
 
     def _store_of(self, chosen: Sequence[int], patience: timedelta) -> Any:
-        """When all of them have come to the store, and have chosen the same ranks. In a thread: a process that is
-        stopped may still take the connection, and then answers nothing."""
+        """Return a store of the chosen ranks when all have come to it, and have chosen the same. A thread connects: a
+        process that is stopped may still take the connection, and then answers nothing."""
         address, port = self._stores[chosen[0]]
         came: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -216,7 +216,7 @@ def _checked(silent_after: float, minimum: int | None) -> timedelta:
 
 
 def own_address() -> str:
-    """By which this host reaches the others: that of GLOO_SOCKET_IFNAME, or on the way to the store."""
+    """The address by which others reach this host: that of GLOO_SOCKET_IFNAME, or on the way to the store."""
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         import fcntl
 

@@ -49,7 +49,8 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_AFTER * 1000)
 
     def give_way(self, idle: threading.Event) -> None:
-        """To messages of this host: nothing is sent while `idle` is not set. But a tenth of the time is for sending."""
+        """Give way to messages of this host: nothing is sent while `idle` is not set. But a tenth of the time is for
+        sending."""
         self._idle = idle
         if sys.platform == "linux":
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_UNSENT)
@@ -67,7 +68,8 @@ class Link:
         return Done()
 
     def _wait_until_idle(self) -> float:
-        """And until the network holds little of what was sent, which would delay messages. When that was."""
+        """Wait until this host sends nothing, and the network holds little of what was sent, which would delay
+        messages. Returns when this host had become idle."""
         waited = 0.0
         while self._idle is not None and waited < MOST_FOR_QUEUE and self._queued() > MOST_QUEUED:
             time.sleep(MOST_QUEUED / 4)
@@ -110,7 +112,7 @@ class Link:
 
 
 class Listener:
-    """Where others connect to. host: a name, or an address of IPv4 or IPv6. `address` is for `connect`."""
+    """A listener that others connect to. host: a name, or an address of IPv4 or IPv6. `address` is for `connect`."""
 
     def __init__(self, host: str) -> None:
         family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -143,7 +145,7 @@ class Listener:
 
 
 def connect(address: Any) -> Link:
-    """To a Listener."""
+    """Connect to a Listener."""
     try:
         place, word = address.split("/")
         host, port = place.rsplit(":", 1)
@@ -166,7 +168,8 @@ def _close(open_socket: socket.socket) -> None:
 
 
 def _close_all() -> None:
-    """In a forked child, which would keep connections open when its parent has ended, or end those of its parent."""
+    """Close a forked child's sockets. It would keep connections open when its parent has ended, or end those of its
+    parent."""
     for each in list(_open):
         each.close()
 

@@ -98,7 +98,7 @@ class SignsOfLife:
         return [peer.rank for peer in self._peers if not peer.spoke]
 
     def wait_for_news(self, seconds: float) -> None:
-        """Until one is gone, or has departed."""
+        """Wait until a rank is gone, or has departed."""
         with self._changed:
             self._changed.wait_for(lambda: self.gone() or self.departed(), seconds)
 
@@ -118,8 +118,8 @@ class SignsOfLife:
         self.close(bye)
 
     def close(self, bye: bool = False) -> None:
-        """Without bye also in a forked child, which sends nothing: while a child held the sockets, they would refuse
-        nothing when its parent has ended."""
+        """Close the sockets. A forked child does it, too, without bye: while it held them, they would refuse nothing
+        when its parent has ended."""
         for peer in self._peers:
             peer.close(bye)
         if self in _watched:
@@ -159,7 +159,7 @@ def longest_silence() -> timedelta | None:
 
 
 def who_is_gone() -> str:
-    """For an error. That a rank died is known a moment after its connections have ended."""
+    """Name the ranks that are gone, for an error. That a rank died is known a moment after its connections ended."""
     for signs in _watched:
         signs.wait_for_news(3 * signs.interval)
         return ", ".join(f"rank {rank}: {fate}" for rank, fate in sorted(signs.gone().items()))
@@ -167,7 +167,7 @@ def who_is_gone() -> str:
 
 
 def end_all_waits() -> None:
-    """Of this process, in every group: after a death none of them is of use."""
+    """End all waits of this process, in every group: after a death none of them is of use."""
     for group in list(dist.distributed_c10d._world.pg_map):
         for rank in range(group.size()):
             with contextlib.suppress(RuntimeError):  # how it ends

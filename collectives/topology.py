@@ -85,28 +85,28 @@ class Topology:
 
     @property
     def slices(self) -> int:
-        """Into how many a chunk is cut: one a rank of the node."""
+        """The number of slices of a chunk: one a rank of the node."""
         return 1 if self.node is None else self.node.size
 
     @property
     def slice_index(self) -> int:
-        """Which of them is this rank's."""
+        """The index of this rank's slice."""
         return 0 if self.node is None else self.node.rank
 
     @property
     def shards(self) -> int:
-        """Of how many parts a copy of the parameters is."""
+        """The number of parts that a copy of the parameters is cut into."""
         return 1 if self.shard is None else self.shard.size
 
     @property
     def residual_index(self) -> int:
-        """Where this rank's residuals belong among those of all ranks: with one level its rank."""
+        """The index of this rank's residuals among those of all ranks: with one level its rank."""
         return self.replicas.rank * self.slices + self.slice_index
 
     @classmethod
     def of_shards(cls, process_group: Any, shard_group: Any) -> Topology:
-        """Of ranks that hold parts of the parameters: groups of torch.distributed of one part's replicas, and of one
-        copy's parts. They have this rank alone in common, or it is a ValueError."""
+        """Make the topology of ranks that hold parts of the parameters, from groups of torch.distributed of one part's
+        replicas, and of one copy's parts. They have this rank alone in common, or it is a ValueError."""
         replicas, shard = transport_for(process_group), transport_for(shard_group)
         world = transport_for()
         if not isinstance(replicas, TorchTransport):
@@ -129,8 +129,8 @@ class Topology:
 
     @classmethod
     def of(cls, process_group: Any = None, node_group: Any = None, device: torch.device | None = None) -> Topology:
-        """Of a torch.distributed group, an mpi4py communicator, a transport, or None: torch's default group if there is
-        one, else this process alone. A Topology is given back as it is.
+        """Make the topology of a torch.distributed group, an mpi4py communicator, a transport, or None: torch's default
+        group if there is one, else this process alone. A Topology is given back as it is.
 
         node_group: the same kinds, of this rank's node; "auto" finds the ranks of a host; None for one level. With one
         this is a collective call of all ranks, which needs the `device` of the tensors that they send.
@@ -192,7 +192,7 @@ def _given(everyone: Transport, node_group: Any, device: torch.device) -> list[l
 
 
 def _gathered(everyone: Transport, device: torch.device, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of every rank. A ValueError on all of them where they were not given the same kind of node_group."""
+    """Gather `own` of every rank. A ValueError on all of them if they were not given the same kind of node_group."""
     found = all_gather_json(everyone, device, own, _ASKING)
     kinds = [each.get(NODES) for each in found]
     if len(set(kinds)) > 1:
@@ -225,7 +225,7 @@ def this_host() -> str:
 
 
 def on_one_host(ranks: Ranks, device: torch.device) -> bool:
-    """Whether all of them are on the same host. A collective call."""
+    """Return whether all of them are on the same host. A collective call."""
     name = zlib.crc32(this_host().encode()) & 0x7FFFFFFF
     least_and_most = torch.tensor([-name, name], dtype=torch.int32, device=device)
     ranks.all_max(least_and_most, "finding out whether all ranks are on one host (all-reduce of two numbers)")

@@ -34,7 +34,7 @@ class Undo:
         self._kept = Kept([pair for chunk, copied in of_chunks for pair in (*_kept(chunk.residuals), *copied)])
 
     def save(self, chunk: Chunk) -> None:
-        """Before this chunk is compressed."""
+        """Copy what this chunk has, apart from residuals, before it is compressed."""
         for now, kept in self._copied[chunk.index]:
             kept.copy_(now)
 
@@ -43,7 +43,7 @@ class Undo:
         self.exchange.backend.restore(self._kept, flags)
 
     def take_back(self) -> None:
-        """What an exchange has changed so far: also of one that did not end."""
+        """Restore what an exchange has changed so far, also of one that did not end."""
         for chunk, copied in zip(self.chunks, self._copied, strict=True):
             if chunk.index in self.exchange.compressed:
                 served = chunk.server is not None and chunk.index in self.exchange.averaged
@@ -61,7 +61,7 @@ def _keeping(chunk: Chunk) -> Chunk:
 
 
 def _kept(residuals: Sequence[Residual]) -> list[tuple[Tensor, Tensor]]:
-    """By compress and average."""
+    """Pair each residual with what compress and average keep of it."""
     return [(each.value, each.before) for each in residuals if each.before is not None]
 
 

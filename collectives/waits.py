@@ -32,7 +32,7 @@ class Waits:
 
     @property
     def passed(self) -> bool:
-        """Whether all that is counted here is over."""
+        """Return whether all that is counted here is over."""
         return all(last.query() for _, last in self.events)
 
     def total(self) -> float:

@@ -27,7 +27,7 @@ def to_log(level: int, text: str, *values: object, **options: Any) -> None:
 
 
 def tell(text: str, *values: object) -> None:
-    """Into the log; where nobody has set up logging, to stderr, as long as ONEBIT_QUIET is not set."""
+    """Write to the log. If nobody has set up logging, write to stderr, unless ONEBIT_QUIET is set."""
     if logger.hasHandlers():
         logger.info(named(text), *values, stacklevel=2)
     elif os.environ.get(QUIET, "0") in ("", "0"):

@@ -67,7 +67,7 @@ class Gradients(Record):
 
 @dataclass(eq=False)
 class Floors(Record):
-    """Of 0/1 Adam's root of the variance: u = max(sqrt(vhat), least_root_p), and root_at_zero_p where v is 0."""
+    """Floors of 0/1 Adam's root of the variance: u = max(sqrt(vhat), least_root_p), and root_at_zero_p where v is 0."""
 
     least_root: Tensor  # fp32 [parameters]
     root_at_zero: Tensor  # fp32 [parameters]
@@ -133,7 +133,7 @@ class Pass:
 
     @classmethod
     def touches_tensors(cls) -> bool:
-        """Whether it reads or writes tensors of the parameters' dtype."""
+        """Return whether it reads or writes tensors of the parameters' dtype."""
         return not {"Parameters", "Gradients", "Pointers"}.isdisjoint(str(field.type) for field in fields(cls))
 
     def arguments(self) -> dict[str, Any]:

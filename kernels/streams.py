@@ -24,7 +24,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
+    """Return whether what is launched now becomes part of a CUDA graph."""
     return has_streams(device) and torch.cuda.is_current_stream_capturing()
 
 
@@ -43,7 +43,7 @@ def within(stream: Stream | None) -> AbstractContextManager[None]:
 
 
 def choose_device(stream: Stream) -> None:
-    """In a new thread: a thread starts on device 0, and would make a context there."""
+    """Set the stream's device in a new thread: a thread starts on device 0, and would make a context there."""
     torch.cuda.set_device(stream.device)
 
 
@@ -70,7 +70,7 @@ def wait_on_host(passed: Stream | Event) -> None:
 
 
 def keep(tensor: Tensor, stream: Stream) -> None:
-    """When `tensor` is freed, nothing takes its memory before `stream` has done what it has to do by then."""
+    """Keep the memory of `tensor`, when it is freed, until `stream` has done what it has to do by then."""
     tensor.record_stream(stream)
 
 

@@ -36,13 +36,13 @@ class Grid:
         return Grid(self._column.of_hosts(), self._row.of_hosts())
 
     def world_rank(self, rank: int) -> int:
-        """Of a grid as torch's device meshes are: rows are alike."""
+        """The number of a rank among all processes. Rows are alike in that, as in torch's device meshes."""
         column, row = divmod(rank, self._row.size)
         own = self._row.world_rank(self._row.rank)
         return self._column.world_rank(column) - own + self._row.world_rank(row)
 
     def host_of(self, rank: int) -> str | None:
-        """Of this rank's row and column."""
+        """The host of a rank of this rank's row or column; None for others."""
         column, row = divmod(rank, self._row.size)
         if column == self._column.rank:
             return self._row.host_of(row)

@@ -91,7 +91,7 @@ class EarlyReceiver(Protocol):
     """A transport whose senders wait to hear that a message is expected."""
 
     def expect(self, out: Tensor, phase: str) -> None:
-        """`out` is free now, and the all-gather after the one expected before will be into it."""
+        """Say that `out` is free now, and the all-gather after the one expected before will be into it."""
         ...
 
 
@@ -104,7 +104,7 @@ class Sender(Protocol):
         ...
 
     def receive(self, out: Tensor, source: int, phase: str) -> Work:
-        """out, contiguous, = what rank `source` sends."""
+        """Fill `out`, contiguous, with what rank `source` sends."""
         ...
 
 
@@ -189,6 +189,6 @@ class collective_errors:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the guesses that Gloo adds."""
+    """Return the first line of an error without the guesses that Gloo adds."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line.partition(" This is typically caused by")[0].rstrip(".")

@@ -59,7 +59,7 @@ class TorchTransport:
     pass through pinned memory where only Gloo can take them."""
 
     def __init__(self, group: Any = None, of: _Duplicates | None = None, number: int = _KEPT) -> None:
-        """of, number: where the group was made by `duplicate`."""
+        """`duplicate` gives `of` and `number` to the groups that it has made."""
         self._of, self._number = of or _Duplicates(), number
         self.group = group if group is not None else dist.group.WORLD
         if self.group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -138,7 +138,7 @@ class TorchTransport:
         return self._new_group(self.members, of=own, number=number)
 
     def close(self) -> None:
-        """Of a duplicate that nobody uses any more: the next one of the same ranks takes its group."""
+        """Give a duplicate that nobody uses any more back: the next one of the same ranks takes its group."""
         if self._number < _KEPT:
             self._of.spare[self._number] = self.group
 
@@ -188,8 +188,8 @@ class TorchTransport:
         return transport
 
     def _made(self, ranks: list[int] | None, kind: str, **how: Any) -> Any:
-        """With this group's timeout. All have come here together: a rank that a Heartbeat would count as gone is not
-        waited for."""
+        """Make a group with this group's timeout. All have come here together: a rank that a Heartbeat would count as
+        gone is not waited for."""
         patience = longest_silence()
         with collective_errors(_MAKING, self.name):
             made = dist.new_group(ranks, patience or self._timeout, kind, **how)
@@ -199,9 +199,9 @@ class TorchTransport:
 
     @contextlib.contextmanager
     def _named_alike(self) -> Iterator[None]:
-        """Where only its members make a group, torch names it by how many groups a process has made: the name on all
-        ranks has to be the same. Until torch 2.13 those that have made fewer make some of themselves alone. Later ones
-        count this group, too, and name those of all ranks by the same count: it stays, and this group has another."""
+        """Give a group that only its members make the same name on all ranks: torch names it by how many groups a
+        process has made. Until torch 2.13 those that have made fewer make some of themselves alone. Later ones count
+        this group, too, and name those of all ranks by the same count: it stays, and this group has another."""
         world = dist.distributed_c10d._world
         most = max(self._everyones(_groups_made(), "counting process groups (all-gather of one number)"))
         if not _COUNTS_APART:
@@ -225,7 +225,7 @@ class TorchTransport:
 
     @property
     def _device(self) -> torch.device:
-        """Of tensors that the group can send."""
+        """The device of tensors that the group can send."""
         return torch.device("cpu" if "cpu" in self.backends else next(iter(self.backends)))
 
     @property
@@ -252,15 +252,16 @@ class TorchTransport:
         return TorchWork([work], phase, self.name, source, landing, out)
 
     def _in_one_round(self, sent: Tensor) -> bool:
-        """Whether Gloo would pass this on from rank to rank while its bytes count for nothing, or, of two ranks, take
-        it for a part of what DDP sends."""
+        """Return whether Gloo would pass this on from rank to rank while its bytes count for nothing, or, of two ranks,
+        take it for a part of what DDP sends."""
         return self._backend(sent) == "gloo" and self.size > 1 and sent.nbytes <= SMALL
 
     def _in_pairs(self, out: Tensor) -> bool:
         return self._backend(out) == "gloo" and 1 < self.size <= MOST_IN_PAIRS and not out.is_cuda
 
     def _gathers_in_pairs(self, out: Tensor) -> bool:
-        """Where ranks share a host, Gloo's ring carries a large message over a link once, and pairs do once a rank."""
+        """Return whether an all-gather goes in pairs. If ranks share a host, Gloo's ring carries a large message over a
+        link once, and pairs do once a rank."""
         return self._in_pairs(out) and (self.size == 2 or out[0].nbytes <= SMALL or self.one_rank_a_host)
 
     def _receive(self, out: Tensor, tag: int, phase: str) -> list[Any]:
@@ -305,22 +306,23 @@ def _host_key(rank: int) -> str:
 
 @functools.cache
 def _tag(to: str, phase: str) -> int:
-    """Of messages in pairs: receives of each are in the order of sends. A rank that is in another phase sends nothing
-    that would be taken for this one's: of another length, it would end the process."""
+    """Return the tag of messages in pairs: receives of each are in the order of sends. A rank that is in another phase
+    sends nothing that would be taken for this one's: of another length, it would end the process."""
     phase = FACTS if phase.endswith(FACTS) else phase
     return zlib.crc32(f"{to} {phase}".encode()) & 0x7FFFFFFF
 
 
 def backends_of(group: Any) -> dict[str, str]:
-    """By type of device. A group made without one has what torch finds: Gloo for the CPU, NCCL for CUDA."""
+    """The backend of each type of device. A group made without one has what torch finds: Gloo for the CPU, NCCL for
+    CUDA."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend.lower() for device, backend in pairs}
 
 
 @contextlib.contextmanager
 def _without_bound_device() -> Iterator[None]:
-    """With init_process_group(device_id=...) torch would split the world's communicator, for which it waits for ranks
-    that are no members and make no group."""
+    """Unbind the world's device meanwhile. After init_process_group(device_id=...) torch would split the world's
+    communicator, for which it waits for ranks that are no members and make no group."""
     world: Any = dist.group.WORLD
     bound, world.bound_device_id = world.bound_device_id, None
     try:
@@ -335,7 +337,7 @@ def _groups_made() -> int:
 
 
 def _one_rank_a_host() -> bool:
-    """By torchrun's variables; without them, no."""
+    """Return whether torchrun's variables say that each host has one rank; without them, it is False."""
     hosts = os.environ.get("GROUP_WORLD_SIZE")
     return hosts is not None and hosts == os.environ.get("WORLD_SIZE")
 

@@ -101,7 +101,7 @@ class _Dispatcher(CPUDispatcher):
 
 
 class _Files(NullCache):
-    """Where numba looks for a loop's machine code, and where it leaves it."""
+    """Files of loops' machine code: numba looks for it there and leaves it there."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -139,7 +139,7 @@ class _Files(NullCache):
 
 
 def _wait_for(lock: int, path: Path) -> None:
-    """Until the lock is this process's, or the file is there."""
+    """Wait until the lock is this process's, or the file is there."""
     end = time.monotonic() + PATIENCE
     while not path.exists() and time.monotonic() < end:
         try:
@@ -156,7 +156,7 @@ def tell_once() -> None:
 
 
 def of_this_user(path: Path) -> bool:
-    """Whether nobody else can write to a file or folder: machine code of others is not run."""
+    """Return whether nobody else can write to a file or folder: machine code of others is not run."""
     if os.name != "posix":
         return True
     found = path.stat()

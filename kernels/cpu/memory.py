@@ -60,7 +60,7 @@ def stream(builder, address, value):
 
 @built(types.void)
 def streamed(builder):
-    """After the last `stream`, before another thread reads."""
+    """Wait for every `stream` so far: another thread may read after this."""
     builder.fence("seq_cst")
 
 

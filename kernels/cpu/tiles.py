@@ -73,7 +73,7 @@ Written = namedtuple("Written", "address bytes rows copies tensor norm fingerpri
 
 
 class Located(NamedTuple):
-    """Where a block of a span lies, in elements."""
+    """The place of a block within its span, shard and parameter, in elements."""
 
     parameter: int
     group: int
@@ -88,7 +88,7 @@ class Located(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a block is in a message, or in the first of its copies: addresses."""
+    """The addresses of a block's parts in a message, or in the first of its copies."""
 
     header: int
     scale: int
@@ -158,15 +158,14 @@ def counting(i, valid):
 
 @tile
 def up(valid):
-    """Up to a multiple of the lanes."""
+    """Round up to a multiple of the lanes."""
     return (valid + (WIDTH - 1)) // WIDTH * WIDTH
 
 
 @routine
 def staged(address, dtype, offset, valid, scratch):
-    """Where a block's fp32 values lie: in place, or in `scratch`. Zeros fill up sixteen lanes, and stand for a
-    tensor that is None.
-    """
+    """Return the address of a block's fp32 values: in place, or in `scratch`. Zeros fill up sixteen lanes, and stand
+    for a tensor that is None."""
     if dtype == FP32 and address != 0 and valid % WIDTH == 0:
         return address + 4 * offset
     base, full = address + (4 if dtype == FP32 else 2) * offset, valid // WIDTH * WIDTH
@@ -194,13 +193,13 @@ def staged(address, dtype, offset, valid, scratch):
 
 @tile
 def gradient_at(g, its, scratch):
-    """Where a block of a gradient lies in fp32."""
+    """Return the address of a block of a gradient in fp32."""
     return staged(long_at(g.grad + 8 * its.parameter), g.grad_dtype, its.offset, its.valid, scratch)
 
 
 @tile
 def parameter_at(x, its, scratch):
-    """Where a block of a parameter lies in fp32: in the master copy if there is one."""
+    """Return the address of a block of a parameter in fp32: in the master copy if there is one."""
     if x.master != 0:
         return x.master + 4 * its.start
     return staged(long_at(x.param + 8 * its.parameter), x.param_dtype, its.offset, its.valid, scratch)
@@ -368,7 +367,7 @@ def any_flag(header, rows, row_bytes):
 
 @tile
 def flagged(found, messages):
-    """Whether the message of a block, or one of its copies, carries a flag."""
+    """Return whether the message of a block, or one of its copies, carries a flag."""
     return any_flag(found.header, messages.copies, messages.bytes) != 0
 
 

@@ -29,7 +29,7 @@ def written_by_address(tensors: Sequence[Tensor]) -> None:
 
 
 def are_contiguous(tensors: Sequence[Tensor]) -> bool:
-    """Whether every one has its elements side by side. A sparse one says no, or refuses to say."""
+    """Return whether every one has its elements side by side. A sparse one says no, or refuses to say."""
     try:
         return all(map(Tensor.is_contiguous, tensors))
     except RuntimeError:

@@ -63,7 +63,7 @@ class Residual(NamedRecord):
         return self.value - torch.where(self.value >= 0, scale, -scale)
 
     def materialize(self) -> None:
-        """With a tensor scale: set `value` to e and the scale to 0, from which the same e is computed."""
+        """Set `value` to e, and the scale, if there is one, to 0, from which the same e is computed."""
         if self.scale is not None:
             for value, scale in zip(self.value.split(self.sizes), self.scale, strict=True):
                 value.sub_(torch.where(value >= 0, scale, -scale))

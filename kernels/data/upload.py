@@ -22,7 +22,7 @@ class Upload:
         self._of_graphs: list[Tensor] = []  # which replays read
 
     def write(self, values: Sequence[Any], out: Tensor) -> bool:
-        """Whether they were copied."""
+        """Copy the values to `out` unless it has them. Returns whether they were copied."""
         within = capturing(out.device)
         if values == self._values and not within and not self._of_graphs:
             return False

@@ -102,7 +102,7 @@ class Format:
         return replace(self, norm="l2") if self.norm == "unbiased" else self
 
     def scales(self, blocks: int) -> int:
-        """In the message of a shard of so many blocks."""
+        """The number of scales in the message of a shard of so many blocks."""
         return blocks if self.scale == "block" else 1
 
     @property
@@ -110,7 +110,7 @@ class Format:
         return 4 * HEADER_WORDS
 
     def bits_offset(self, blocks: int) -> int:
-        """In the message of a shard of so many blocks."""
+        """The byte at which the bits begin in the message of a shard of so many blocks."""
         return bytes_of_message(self.scales(blocks), 0)
 
     @cached_property

@@ -135,9 +135,8 @@ def variants() -> dict[str, Workload]:
 
 
 def every_variant() -> dict[str, Workload]:
-    """And those whose speed nobody measures: other block sizes, each norm in 16 bits, passes with less and with more
-    than is usual.
-    """
+    """Every variant, those whose speed nobody measures too: other block sizes, each norm in 16 bits, passes with less
+    and with more than is usual."""
     sizes = [5000, 7]
     forms: tuple[tuple[Norm, Scale], ...] = (("l1", "tensor"), ("l2", "block"), ("unbiased", "block"))
     of_dtypes = {

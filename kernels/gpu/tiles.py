@@ -250,13 +250,13 @@ def load_bits(bits, length, TILE: tl.constexpr):
 
 @triton.jit
 def scale_in(message, place, TENSOR: tl.constexpr):
-    """Where a message holds the scale of a block."""
+    """Return the address of a block's scale in a message."""
     return (message + HEADER_BYTES).to(tl.pointer_type(tl.float32)) + (0 if TENSOR else place)
 
 
 @triton.jit
 def bits_in(message, word, of_shard, TENSOR: tl.constexpr):
-    """Where a message of so many blocks holds the bits of one."""
+    """Return the address of a word of bits in a message of so many blocks."""
     scales = 4 if TENSOR else 4 * of_shard
     return message + HEADER_BYTES + (scales + (ALIGN - 1)) // ALIGN * ALIGN + word.to(tl.int64) * 4
 
@@ -312,7 +312,7 @@ def decode_block(found, length, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES
 
 @triton.jit
 def any_flag(messages, count, row_bytes):
-    """Whether one of `count` messages carries a flag: 32 headers are read at a time."""
+    """Return whether one of `count` messages carries a flag: 32 headers are read at a time."""
     header = messages.to(tl.pointer_type(tl.int32))
     flagged = tl.zeros((32,), tl.int32)
     for start in range(0, count, 32):
@@ -324,7 +324,7 @@ def any_flag(messages, count, row_bytes):
 
 @triton.jit
 def flag_of(found, COPIES: tl.constexpr):
-    """Not 0 where a message that `find_message` has found, or one of its copies, carries a flag."""
+    """Return not 0 if a message that `find_message` has found, or one of its copies, carries a flag."""
     message, row_bytes, _, _, _ = found
     if COPIES == 1:
         flag = tl.load(message.to(tl.pointer_type(tl.int32)) + FLAGS_WORD)
@@ -402,9 +402,8 @@ def encode(
 
 @triton.jit
 def finished(counter, total):
-    """Whether this is the last of `total` blocks to call. The last one sees every other's stores, and resets the
-    counter to 0. It adds up their results in the order of the blocks, not of arrival: sums are deterministic.
-    """
+    """Return whether this is the last of `total` blocks to call. The last one sees every other's stores, and resets the
+    counter to 0. It adds up their results in the order of the blocks, not of arrival: sums are deterministic."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel") == total - 1
     if last:

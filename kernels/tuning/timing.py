@@ -23,7 +23,7 @@ class Timing:
 
 
 def timing(run: Callable[[], object], device: torch.device, repeats: int = 20, warmup: int = 3) -> Timing:
-    """Of `run`, after `warmup` runs that are not timed."""
+    """Time `run`, after `warmup` runs that are not timed."""
     for _ in range(warmup):
         run()
     times = _device_seconds(run, device, repeats) if streams.has_streams(device) else _host_seconds(run, repeats)
