@@ -128,7 +128,7 @@ class CompressedAllReduce:
 
     @property
     def synchronized(self) -> bool:
-        """Return whether no call came after the last `synchronize()` or `load_state_dict()`, or this process is alone."""
+        """Return whether no call followed the last `synchronize()` or `load_state_dict()`, or this is one process."""
         return self._residual is not None or self.topology.everyone.size == 1
 
     def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:

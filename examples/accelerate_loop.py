@@ -16,7 +16,7 @@ from onebit.integrations.accelerate import attach
 
 
 def train(accelerator: Accelerator, folder: str, first: int, last: int, warmup: int) -> tuple[float, int, int]:
-    """From step `first`, and what was saved there, to step `last`."""
+    """Train from step `first`, and what was saved there, to step `last`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
     optimizer = onebit.OneBitAdam(model.parameters(), lr=2e-3, betas=(0.9, 0.98), freeze_step=warmup)

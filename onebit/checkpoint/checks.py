@@ -1,4 +1,4 @@
-"""Whether a state can be what some optimizer saved: looked at before anything is built from it.
+"""Checks that a state can be what some optimizer saved, made before anything is built from it.
 
 A ValueError for values that no run leaves behind (a moment that is not finite, a variance below 0, another shape), a
 TypeError for another kind of thing than `onebit.checkpoint.schema` or torch.optim.AdamW puts there.
@@ -43,7 +43,7 @@ _OTHERS: dict[str, tuple[Callable[[Any], bool], str]] = {  # whether each can be
 
 
 def _is_mean_norm(value: Any) -> bool:
-    """Whether it can be the `numbers` of a `MeanNorm`."""
+    """Return whether it can be the `numbers` of a `MeanNorm`."""
     if not isinstance(value, _LISTS) or len(value) != 4 or not all(is_finite(each) and each >= 0 for each in value):
         return False
     _, local, steps, share = map(float, value)
@@ -107,7 +107,7 @@ def checked_numbers(text: object) -> dict[str, Any]:
 
 
 def _is_trace(value: Any) -> bool:
-    """Whether it can be the `state` of a `StageRule`."""
+    """Return whether it can be the `state` of a `StageRule`."""
     rows = isinstance(value, list) and all(isinstance(row, list) and row and all(map(is_finite, row)) for row in value)
     return rows and all(len(row) == len(value[0]) for row in value)
 
@@ -178,5 +178,5 @@ def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind
 
 
 def _shown(value: object) -> str:
-    """Not every tensor can show what is in it."""
+    """Show a value, a tensor by its type: not every one can show what is in it."""
     return f"a {type(value).__name__}" if isinstance(value, Tensor) else f"{value!r:.60}"

@@ -84,7 +84,7 @@ def _number(value: Tensor) -> Tensor:
 
 
 def _schedule(numbers: Mapping[str, Any]) -> VarianceSchedule | None:
-    """Of 0/1 Adam."""
+    """The variance schedule of a saved 0/1 Adam; None for others."""
     settings = numbers["settings"]
     if not {"var_update_scaler", "var_freeze_step"} <= settings.keys():
         return None

@@ -66,7 +66,7 @@ def new_name() -> str:
 
 
 def write(path: Path, value: Any) -> None:
-    """As JSON, in one step: `path` holds what it did, or all of `value`, on the disk."""
+    """Write JSON in one step: `path` holds what it did, or all of `value`, on the disk."""
     beside = path.with_name(f"{path.name}.tmp")
     with beside.open("w", encoding="utf-8") as file:
         json.dump(value, file)
@@ -112,7 +112,7 @@ def checksum(value: Any) -> str:
 
 
 def commit(folder: Path, data: str, files: Mapping[str, list[Any]], layout: Mapping[str, Any]) -> None:
-    """From here on the checkpoint in `folder` is what lies in `data`."""
+    """Make what lies in `data` the checkpoint in `folder` from here on."""
     manifest = {"kind": _KIND, "version": VERSION, "data": data, "files": dict(files), "layout": dict(layout)}
     write(folder / MANIFEST, {**manifest, "checksum": checksum(manifest)})
 

@@ -91,7 +91,8 @@ def own_error(what: str, error: CheckpointException, of_rank: str = "") -> Excep
 
 
 def packed_extra(extra: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By name the bytes of what each has for its state: of objects with a state_dict that, else the value itself."""
+    """Pack what each of `extra` has for its state into bytes: of objects with a state_dict that, else the value
+    itself."""
     if not isinstance(extra, Mapping) or not all(isinstance(name, str) and name for name in extra):
         raise TypeError("extra is a dict, by names: extra={'schedule': schedule, 'epoch': 3}")
     values = {name: v.state_dict() if callable(getattr(v, "state_dict", None)) else v for name, v in extra.items()}

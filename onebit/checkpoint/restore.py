@@ -51,7 +51,7 @@ def from_state_dict(run: Run, state_dict: Mapping[str, Any]) -> tuple[list[dict[
 
 
 def adopted(run: Run, state: Mapping[Tensor, Saved]) -> Run:
-    """Return the run of stage 1 that goes on from `state`, which a user has put into `optimizer.state`."""
+    """Build what a run of stage 1 goes on from with `state`, which a user has put into `optimizer.state`."""
     check_states(state)
     used = {"step", *(field.name for each in run.state.states for field in each.fields.values())}
     state = {p: {name: v for name, v in own.items() if name in used} for p, own in state.items()}
@@ -120,7 +120,8 @@ class _Restoration:
         return State(parts, stages, mean_norm, sent, merged=compressing, momentum_at=at)
 
     def _mean_norm(self) -> list[float]:
-        """With another number of senders F is not known: a mean of more gradients is shorter."""
+        """The numbers of the mean's norm. With another number of senders F is not known: a mean of more gradients is
+        shorter."""
         full, *others = map(float, self.numbers["mean_norm"])
         return [full if self.numbers["senders"] == self.setup.topology.nodes else 0.0, *others]
 
@@ -131,7 +132,7 @@ class _Restoration:
         return [*(field for field in self.setup.algorithm.stage_1 if field.saved), MASTER]
 
     def _checked(self, state: FlatState) -> list[Saved]:
-        """Of every parameter what was saved of this rank's part."""
+        """Check what was saved of this rank's part of every parameter, and return it."""
         fields, saved = self._fields(state), list[Saved]()
         whole = {field.name for field in fields if field.per != "parameter"}
         for i, p in enumerate(state.params):
@@ -160,7 +161,7 @@ class _Restoration:
 
 
 def _whole_residual(state: FlatState, saved: Sequence[Saved]) -> Tensor | None:
-    """On a rank that has a slice, what it saves of all slices: fp32 [elements], on the host."""
+    """Return what a rank that has a slice saves of all slices: fp32 [elements], on the host."""
     if state.slices == 1:
         return None
     whole = torch.zeros(state.layout.elements, dtype=torch.float32, device="cpu")
@@ -171,7 +172,7 @@ def _whole_residual(state: FlatState, saved: Sequence[Saved]) -> Tensor | None:
 
 
 def _differs(field: Field, saved: Sequence[Saved]) -> bool:
-    """Whether any parameter has another value than the initial one."""
+    """Return whether any parameter has another value than the initial one."""
     return any(bool((own[field.name] != field.initial).any()) for own in saved if field.name in own)
 
 

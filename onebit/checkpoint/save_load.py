@@ -152,7 +152,7 @@ def _begin(folder: Path, name: str, rank: int) -> None:
 
 
 class _Writer(FileSystemWriter):
-    """On rank 0 it knows where everything lies, which not every version of torch tells."""
+    """A writer that knows on rank 0 where everything lies, which not every version of torch tells."""
 
     metadata: Metadata
 
@@ -279,7 +279,7 @@ class _Source:
 
 
 def _room_like(value: Any) -> Any:
-    """For a tensor of the model, in host memory where it is an ordinary one."""
+    """Make room for a tensor of the model, in host memory if it is an ordinary one. Copy other values."""
     if not isinstance(value, Tensor):
         return deepcopy(value)
     return torch.empty_like(value, device="cpu" if type(value) in (Tensor, nn.Parameter) else None)

@@ -38,12 +38,13 @@ VERSION = 3
 
 
 def saved_fields(setup: Setup, state: FlatState) -> list[Field]:
-    """Of each parameter of a flat state."""
+    """The fields that are saved of each parameter of a flat state."""
     return [*setup.algorithm.saved_fields(state.compressed), *([MASTER] if MASTER.name in state else [])]
 
 
 def save(run: Run, residuals: bool = True) -> dict[Tensor, dict[str, Any]]:
-    """Return the state, without communication. residuals: False for what every rank has the same in any case."""
+    """Return the state by parameter, without communication. residuals: False for what every rank has the same in any
+    case."""
     setup, steps = run.setup, int(run.state.stages.counts[0])
     step = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
     saved: dict[Tensor, dict[str, Any]] = {}
@@ -123,7 +124,7 @@ def progress(run: Run) -> dict[str, Any]:
 
 
 def messages_of(setup: Setup) -> str:
-    """In words, all that decides how long a step by m usually is: see `onebit.optim.limit`."""
+    """Describe all that decides how long a step by m usually is: see `onebit.optim.limit`."""
     options, reply = setup.options, setup.exchange_class.reply_option
     senders = f" of {setup.topology.nodes}" if reply == "direct" else ""
     return f"reply={reply}{senders}, scale={options.scale}, norm={setup.norm}, block_size={options.block_size}"

@@ -87,7 +87,7 @@ def pick_device(text: str) -> torch.device:
 
 
 def check_picture(out: Path, option: str) -> bool:
-    """Whether there is matplotlib; that it could write `out` is found out before the work."""
+    """Return whether there is matplotlib; that it could write `out` is found out before the work."""
     try:
         return check_plot(out)
     except ValueError as error:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the whole command line."""
+    """Make the parser of the whole command line."""
     made = argparse.ArgumentParser(
         prog="onebit", description="Communication-compressed training: 1 bit a value on the wire."
     )

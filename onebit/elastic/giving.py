@@ -71,7 +71,7 @@ class Giver:
 
     @property
     def address(self) -> str:
-        """For `onebit.follow`."""
+        """The address that `onebit.follow` takes."""
         return self._listener.address
 
     @property
@@ -87,7 +87,7 @@ class Giver:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While this rank is in a step: what is given waits."""
+        """Let what is given wait while this rank is in a step."""
         self._idle.clear()
         try:
             yield
@@ -116,7 +116,7 @@ class Giver:
                 log.start_anew(state)
 
     def parameters_changed(self) -> None:
-        """Between two steps: a state is due with the next one."""
+        """Give a whole state with the next step, since parameters were changed between two steps."""
         for log in self._those_there():
             log.wants_state = True
 

@@ -51,12 +51,12 @@ class Settlement(Members):
 
     @property
     def sync_is_due(self) -> bool:
-        """Whether some have moved in a sync that none has ended."""
+        """Return whether some have moved in a sync that none has ended."""
         return any(self.rows[rank].open and not self.finishes(rank) for rank in self.stayers)
 
     @property
     def local_progress(self) -> Any:
-        """Of a rank that has taken most local steps."""
+        """Progress of a rank that has taken most local steps."""
         whole = (self.rows[rank] for rank in self.stayers if not self.finishes(rank))
         return next(each.local for each in whole if each.attempts == self.last)
 
@@ -67,7 +67,7 @@ class Settlement(Members):
         return self.last - (self.met if self.finishes(rank) else self.rows[rank].attempts)
 
     def finishes(self, rank: int) -> bool:
-        """Whether a rank has sent all of an exchange that others have ended."""
+        """Return whether a rank has sent all of an exchange that others have ended."""
         own = self.rows[rank]
         return (own.under_way or own.has_averages) and own.met < self.met == own.attempts + (not own.open)
 
@@ -100,7 +100,7 @@ class Settlement(Members):
             )
 
     def settle(self, inner: OneBitOptimizer) -> None:
-        """On a rank that stays."""
+        """Settle what was half done on a rank that stays."""
         everyone, run, coming = self.everyone, inner.run, inner.coming
         if self.rows[everyone.rank].under_way and not self.finishes(everyone.rank):
             run.take_back_exchanges()

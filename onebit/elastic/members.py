@@ -16,7 +16,7 @@ NEW = "On a rank that joins build a new model and optimizer, take no step and lo
 
 
 def is_new(inner: OneBitOptimizer) -> bool:
-    """Whether a rank has begun no step and loaded nothing. Reading it waits for the device."""
+    """Return whether a rank has begun no step and loaded nothing. Reading it waits for the device."""
     return not inner.run.state.ranks_agree and not bool(inner.run.state.stages.counts.any())
 
 
@@ -78,8 +78,8 @@ class Member:
         return self.attempts - self.alone
 
     def known_as(self, reforms: int) -> tuple[int, list[int]] | None:
-        """In the group after so many reforms: its number of ranks, and whose residuals this rank had. None where the
-        rank has taken steps since."""
+        """Return what the group after so many reforms knew: its number of ranks, and whose residuals this rank had.
+        None if the rank has taken steps since."""
         if reforms == self.reforms:
             return self.ranks, self.kept
         if reforms == self.reforms - 1 and self.before["attempts"] == self.attempts:
@@ -118,12 +118,13 @@ class Members:
 
     @property
     def kept(self) -> list[list[int]]:
-        """Of every rank the places in that group of those whose residuals the rank goes on with."""
+        """Each rank's list of the places in the group before the reform of those whose residuals the rank goes on
+        with."""
         return [[] if each.new else self._known(each)[1] for each in self.rows]
 
     @property
     def ranks_before(self) -> int:
-        """Of that group."""
+        """The size of the group before the reform."""
         return self._known(self.rows[self.stayers[0]])[0]
 
     @property
@@ -138,7 +139,7 @@ class Members:
 
     @property
     def overlap(self) -> bool:
-        """Whether all want it: a rank that joins has not seen it turned off."""
+        """Return whether all want overlap: a rank that joins has not seen it turned off."""
         return all(each.overlaps for each in self.rows)
 
     def name(self, rank: int) -> str:

@@ -90,12 +90,12 @@ class Shared:
 
     @property
     def digest(self) -> str:
-        """Of every bit."""
+        """Return a hash of every bit."""
         value, tensors = self.packed()
         return hashlib.sha256(json.dumps([value, checksums(tensors).tolist()]).encode()).hexdigest()
 
     def put_parameters(self, inner: OneBitOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-        """And what `groups` have for each param group."""
+        """Write the parameters, and what `groups` have for each param group."""
         for p, x in zip(_parameters(inner), self.x, strict=True):
             p.copy_(x)
         put_group_values(inner, groups)

@@ -122,7 +122,7 @@ class _Own:
         return asdict(Member.of(self.inner, self.kept))
 
     def leave(self, leaving: Sequence[int]) -> None:
-        """In good order: others have what this rank owes."""
+        """Leave in good order: others have what this rank owes."""
         with self.others_know():
             self._hand_over(leaving)
             if self.inner.giver is not None:
@@ -179,7 +179,8 @@ class _Own:
             )
 
     def _hand_over(self, leaving: Sequence[int]) -> None:
-        """From ranks that leave to ranks that stay, over the old group. Before the first step nobody owes anything."""
+        """Send what leaving ranks owe to ranks that stay, over the old group. Before the first step nobody owes
+        anything."""
         everyone, staying = self.everyone, sorted(set(range(self.everyone.size)) - set(leaving))
         if not staying or not set(leaving) <= set(range(everyone.size)):
             raise ValueError(

@@ -26,8 +26,9 @@ class OneBitCallback(Callback):
         self._optimizers: list[OneBitOptimizer] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the callback nothing. Lightning calls this in `Trainer.save_checkpoint` alone, which ends in a barrier of
-        all ranks, and before it asks for the optimizers' states; of the model it has the tensors themselves by then."""
+        """Synchronize the optimizers; the callback itself has no state. Lightning calls this in
+        `Trainer.save_checkpoint` alone, which ends in a barrier of all ranks, and before it asks for the optimizers'
+        states; of the model it has the tensors themselves by then."""
         for optimizer in self._optimizers:
             optimizer.synchronize()
         return {}

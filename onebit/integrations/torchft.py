@@ -121,7 +121,7 @@ class OptimizerWrapper(TorchftWrapper):
         self.manager.should_commit()
 
     def _has_quorum(self) -> bool:
-        """Whether all have come to the same step, and are enough to go on."""
+        """Return whether all have come to the same step, and are enough to go on."""
         manager = self.manager
         self._heals = True
         try:
@@ -154,9 +154,9 @@ class OptimizerWrapper(TorchftWrapper):
             )
 
     def _heal(self, of_others: tuple[int, list[dict[str, Any]]]) -> None:
-        """By torchft on a replica that is behind. Where others have gone on without this one, all that it had counts as
-        lost: it joins as a new one. Where it was among them it has a step to finish, and learning rates change after
-        it."""
+        """Take over the others' state: torchft calls this on a replica that is behind. If others have gone on without
+        this one, all that it had counts as lost: it joins as a new one. If it was among them it has a step to
+        finish, and learning rates change after it."""
         reformed, groups = of_others
         inner = self._inner
         if reformed != self._reformed:

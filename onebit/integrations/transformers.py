@@ -35,7 +35,7 @@ class OneBitTrainer(Trainer):
         super()._save_checkpoint(model, trial)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """As `optimizer.clip_grad_norm_`: Accelerate's has each rank's own norm in stage 2."""
+        """Call `optimizer.clip_grad_norm_`: Accelerate's has each rank's own norm in stage 2."""
         self.accelerator.unscale_gradients()
         return own_optimizer(self.optimizer, "OneBitTrainer").clip_grad_norm_(self.args.max_grad_norm)
 

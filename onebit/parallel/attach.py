@@ -135,7 +135,7 @@ def _attach_to_ddp(ddp: DistributedDataParallel, module: nn.Module, inner: OneBi
 
 
 def _refuse_ignored(ddp: DistributedDataParallel, inner: OneBitOptimizer) -> None:
-    """Where a torch has no such list, the first backward pass finds them."""
+    """Refuse parameters that DDP ignores. If a torch has no such list, the first backward pass finds them."""
     kept = getattr(ddp, "_module_parameters", None)
     if kept is not None:
         averaged = set(kept)
@@ -166,7 +166,7 @@ def _register(ddp: DistributedDataParallel) -> Attached:
 
 
 def _refuse_join(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Before the first collective in DDP's `join`, on every rank that has a batch."""
+    """Refuse DDP's `join` before its first collective, on every rank that has a batch."""
     config = model._join_config if isinstance(model, DistributedDataParallel) else None
     if config is not None and config.enable and not config.throw_on_early_termination:
         raise ValueError(

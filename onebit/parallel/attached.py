@@ -78,7 +78,7 @@ class Attached:
 
     @property
     def owners(self) -> Mapping[Tensor, OneBitOptimizer]:
-        """Of every parameter the optimizer that has it, as they are now."""
+        """The optimizer that has each parameter now."""
         now = list(map(_STATE, self.optimizers))
         if len(now) != len(self._made_of) or any(map(is_not, now, [made() for made in self._made_of])):
             of = ((own, state) for own in self.optimizers for state in own.run.state.states)
@@ -88,8 +88,8 @@ class Attached:
         return self._owners
 
     def check_all_are_averaged(self, bucket: GradBucket) -> None:
-        """In the first backward pass since owners have changed: its buckets have all that DDP averages, and so all that
-        optimizers train, or the pass ends with a ValueError."""
+        """Check the first backward pass since owners have changed: its buckets have all that DDP averages, and so all
+        that optimizers train, or the pass ends with a ValueError."""
         if bucket.index() == 0 and self._expected_of is not self.owners:
             self._expected, self._expected_of = self.owners.keys() - self._may_be_skipped, self.owners
         if self._expected:
@@ -160,7 +160,8 @@ def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Ten
 
 
 def _way(state: Attached, owner: OneBitOptimizer | None, own: torch.dtype) -> _Way | None:
-    """Of an optimizer's gradients; None: they stay as they are. Those of nobody are averaged as DDP does."""
+    """Choose how an optimizer's gradients are averaged; None: they stay as they are. Those of nobody are averaged as
+    DDP does."""
     group: Any = state.group
     if owner is None:
         return _Way(group, own)
@@ -177,7 +178,8 @@ def _way(state: Attached, owner: OneBitOptimizer | None, own: torch.dtype) -> _W
 
 @torch.no_grad()
 def _average_parts(parts: Mapping[_Way, list[Tensor]], bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Of a bucket with gradients of several kinds: each in messages of its own, all but the last waited for here."""
+    """Average a bucket with gradients of several kinds: each in messages of its own, all but the last waited for
+    here."""
     futures = []
     for (group, wire), grads in parts.items():
         flat = torch.cat([grad.reshape(-1) for grad in grads]).to(wire).div_(group.size())

@@ -28,12 +28,12 @@ LOCAL: Any = _Local()
 
 
 def within_no_sync(model: DistributedDataParallel) -> bool:
-    """Whether the user accumulates gradients."""
+    """Return whether the user accumulates gradients."""
     return model.require_backward_grad_sync is False
 
 
 def leave_out_buckets(model: DistributedDataParallel, buckets: bool) -> None:
-    """Whether the coming backward pass is to leave the buckets out. A user's no_sync stays as it is."""
+    """Leave the buckets out of the coming backward pass, or don't. A user's no_sync stays as it is."""
     if not within_no_sync(model):
         model.require_backward_grad_sync = LOCAL if buckets else True
 
@@ -46,6 +46,6 @@ def forget_used(model: DistributedDataParallel) -> None:
 
 
 def keep_buffers_the_same(model: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    """After a forward pass: before the next one rank 0's buffers are broadcast, as they are without us."""
+    """Have rank 0's buffers broadcast before the next forward pass, as they are without us. Called after each."""
     if isinstance(model, DistributedDataParallel) and model.require_backward_grad_sync is LOCAL:
         model.require_forward_param_sync = True

@@ -80,8 +80,8 @@ class OneBitState:
 
     @contextmanager
     def beside(self, device: torch.device) -> Iterator[None]:
-        """On a GPU: what is done in here waits for the present stream, and not the other way round. DDP has a bucket's
-        memory until it has waited for what the hook returns."""
+        """Enter the side stream of a GPU: what is done in here waits for the present stream, and not the other way
+        round. DDP has a bucket's memory until it has waited for what the hook returns."""
         if not streams.has_streams(device):
             yield
             return
@@ -92,8 +92,8 @@ class OneBitState:
 
     @contextmanager
     def _before_side(self) -> Iterator[None]:
-        """On a GPU: what is done `beside` later, and what takes the memory of residuals, waits for what is done in
-        here."""
+        """Order a GPU's side stream after this: what is done `beside` later, and what takes the memory of residuals,
+        waits for what is done in here."""
         yield
         if self._side is not None:
             streams.join(self._side, streams.current(self._side.device))

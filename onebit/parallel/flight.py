@@ -137,9 +137,8 @@ def node_means(state: FlatState) -> list[Tensor]:
 
 
 class Signal:
-    """From one thread to another, and on a GPU from the streams of the one to the side stream: backward runs in as many
-    as the forward pass did.
-    """
+    """A signal from one thread to another, and on a GPU from the streams of the one to the side stream: backward runs
+    in as many as the forward pass did."""
 
     def __init__(self, side: streams.Stream | None) -> None:
         self._side, self._set = side, threading.Event()

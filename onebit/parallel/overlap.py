@@ -76,7 +76,7 @@ class _Groups:
 
 
 class Overlap:
-    """From stage 2 on, where it was asked for: the early exchange of every step."""
+    """The early exchange of every step from stage 2 on, if it was asked for."""
 
     def __init__(self, host: Host, wanted: bool) -> None:
         self._host: Host = weakref.proxy(host)
@@ -99,16 +99,16 @@ class Overlap:
 
     @property
     def in_flight(self) -> bool:
-        """Whether messages have left for a step that is still to come."""
+        """Return whether messages have left for a step that is still to come."""
         return self._flight is not None
 
     def set_model(self, model: DistributedDataParallel) -> None:
-        """Where its gradients come from: within its no_sync they accumulate."""
+        """Set the model that gradients come from: within its no_sync they accumulate."""
         self._model = weakref.ref(model)
 
     def prepare(self, step: Step) -> None:
-        """Before it: messages leave in backward in compressed steps alone, not in full ones, and after local ones it is
-        set up anew. A collective call after a start, a load or a pause."""
+        """Prepare for a step: messages leave in backward in compressed steps alone, not in full ones, and after local
+        ones it is set up anew. A collective call after a start, a load or a pause."""
         if not self.wanted:
             return
         self._coming = step
@@ -166,7 +166,8 @@ class Overlap:
 
     @torch.no_grad()
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Within a backward pass: its gradient is what it will be, or the user accumulates without saying so."""
+        """Send what can leave: within a backward pass this gradient is what it will be, or the user accumulates without
+        saying so."""
         model = self._model()
         if self._accumulating or (model is not None and within_no_sync(model)):
             return
@@ -202,7 +203,7 @@ class Overlap:
         return False
 
     def cancel_in_flight(self) -> None:
-        """As if no message had left."""
+        """Restore state as if no message had left."""
         if self._flight is not None:
             self._finish(self._flight)
             self._take_back()
@@ -218,7 +219,7 @@ class Overlap:
                 self._finish(self._flight)
 
     def disable(self, why: str) -> None:
-        """For good, on all ranks. Others may have sent messages of this step, also where this one has not."""
+        """Turn it off for good, on all ranks. Others may have sent messages of this step, also if this one has not."""
         if self.on:
             if isinstance(self._coming, OneBitStep):
                 self._flight = self._flight or self._start()
@@ -231,7 +232,8 @@ class Overlap:
         self._host.after_step.append(partial(warn, f"overlap is off from here on: {why}"))
 
     def _changed(self, flight: Flight) -> int:
-        """Whether gradients, or numbers that messages were made of, are no more what they were: which text says so."""
+        """Return which text says what has changed of the gradients, or numbers, that messages were made of; 0 if
+        nothing has."""
         host = self._host
         if getattr(host, "grad_scale", None) is not None or getattr(host, "found_inf", None) is not None:
             return 4

@@ -1,4 +1,5 @@
-"""Before the first step, and the first one after a load: do all ranks have the same model and mean the same thing?"""
+"""Checks before the first step, and the first one after a load: all ranks have the same model and mean the same
+thing."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def _agree(run: Run, averaged_in_backward: bool) -> list[Callable[[], None]]:
 
 
 def _all_have_the_same_gradients(run: Run) -> bool:
-    """Before any averaging: then DDP does it, would do it in stage 2 as well, and nothing would be saved."""
+    """Return whether gradients are the same before any averaging: then DDP does it, would do it in stage 2 as well, and
+    nothing would be saved."""
     setup, grads = run.setup, [grad for state in run.state.states for grad in state.gradients_now() if grad is not None]
     own = checksums([torch.zeros(1, dtype=torch.int32, device=setup.device), *grads]).sum()[None]
     found = all_gather_values(setup.topology.data_parallel, own, "comparing the ranks' gradients (all-gather)")

@@ -30,8 +30,8 @@ class Watch:
         self._every, self._calls, self._due = every, 0, False
 
     def check(self, run: Run) -> None:
-        """At the end of a step. A collective call where a check is due; between two exchanges of local steps it waits
-        for the next."""
+        """Compare the ranks at the end of a step if a check is due, which is a collective call; between two exchanges
+        of local steps it waits for the next."""
         setup, transport = run.setup, run.setup.topology.data_parallel
         self._calls += 1
         self._due |= bool(self._every) and self._calls % self._every == 0

@@ -15,7 +15,7 @@ from onebit.optim.run import Run
 
 
 def diagnose(run: Run) -> dict[str, dict[str, float]]:
-    """By parameter, then by name. The host waits for the device once."""
+    """Return diagnostics by parameter, then by name. The host waits for the device once."""
     labels, values = [], []
     for part in run.state.parts:
         columns = _of_fields(part.state)
@@ -52,7 +52,7 @@ def _of_messages(state: FlatState, reducer: MomentumReducer) -> dict[str, Tensor
 
 
 def _norms_in(state: FlatState, spans: Sequence[Span], flat: Tensor) -> Tensor:
-    """Of a flat tensor that has some spans' elements one after the other."""
+    """Norms by parameter of a flat tensor that has some spans' elements one after the other."""
     none = flat.new_zeros(1)
     parts = [[piece for _, piece in pieces(spans, flat, i)] for i in range(len(state.params))]
     return torch.stack([torch.linalg.vector_norm(torch.cat(own or [none])) for own in parts])

@@ -94,7 +94,7 @@ class Report:
         return first + self._gain
 
     def numbers(self) -> dict[str, float]:
-        """For other logs."""
+        """Return what other logs can take, by name."""
         found = {
             "speed_up": self.speed_up, "run_speed_up": self.run_speed_up, "sent_bytes": self.sent,
             "sent_bytes_by_fp32": self.sent_by_fp32, "skipped_steps": self.skipped,
@@ -155,7 +155,8 @@ class PayOff:
         self._sent = 0  # in compressed messages to ranks that there were
 
     def step_ended(self, kind: Timed) -> bool:
-        """Whether it is time for a report: once. A CUDA graph holds no times: its replays are counted nowhere."""
+        """Count a step. Returns whether it is time for a report: once. A CUDA graph holds no times: its replays count
+        nowhere."""
         if capturing(self._device):
             self.waits = Waits()
             return False
@@ -178,7 +179,7 @@ class PayOff:
         self._ends.append((None, self._mark(), Waits()))
 
     def ranks_changed(self, before: State, left: int, came: int, seconds: float) -> None:
-        """before: where the run had come to then."""
+        """Count a reform. before: where the run had come to then."""
         self._sent += before.wire_bytes - before.bytes_before
         self._left, self._came, self._reforming = self._left + left, self._came + came, self._reforming + seconds
         self.restart()

@@ -1,4 +1,4 @@
-"""Whether a plot can be drawn and written: found out before the work that it is to show."""
+"""Checks made before the work that a plot is to show: that it can be drawn and written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
@@ -28,7 +28,8 @@ def pyplot() -> Any:
 
 
 def check_plot(out: Path) -> bool:
-    """Whether there is matplotlib. Where there is and it could not write `out`, a ValueError; `out` stays as it is."""
+    """Return whether there is matplotlib. If there is and it could not write `out`, a ValueError; `out` stays as it
+    is."""
     if not available():
         return False
     from matplotlib.backend_bases import FigureCanvasBase

@@ -47,7 +47,7 @@ def warnings_of_skips(run: Run, hyper: Tensor) -> list[Callable[[], None]]:
 
 
 def _of_skipped(setup: Setup, states: Sequence[FlatState], hyper: Tensor, in_a_row: int) -> list[Callable[[], None]]:
-    """After so many skipped steps in a row. A collective call, in which the host waits for the device."""
+    """Warn after so many skipped steps in a row. A collective call, in which the host waits for the device."""
     grads = [(p, g) for state in states for p, g in zip(state.params, state.gradients_now(), strict=True)]
     sizes = [0.0 if g is None or not g.numel() else float(torch.linalg.vector_norm(g, torch.inf)) for _, g in grads]
     factors = hyper[:, Hyper._fields.index("grad_scale")].tolist()

@@ -84,7 +84,7 @@ class Record:
 
     @property
     def link_is_kept(self) -> bool:
-        """Whether seconds are those of the link that was asked for; also where none was."""
+        """Return whether seconds are those of the link that was asked for, or none was."""
         link = self.settings.link
         return link is None or all(is_kept(link, rate) for rate in self.rates)
 

@@ -67,7 +67,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """Of every optimizer. Losses are means over ranks, bytes what rank 0 has sent so far."""
+    """What one step of every optimizer came to. Losses are means over ranks, bytes what rank 0 has sent so far."""
 
     step: int
     compressing: bool  # whether the second, which has two stages, is in stage 2
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def compressing(self) -> bool:
-        """Whether stage 2 has begun."""
+        """Return whether stage 2 has begun."""
         return isinstance(self.optimizer, OneBitOptimizer) and self.optimizer.compressing
 
     @property
@@ -209,7 +209,7 @@ def _optimizer(settings: Settings, name: str, model: DistributedDataParallel) ->
 
 
 def _mean(losses: list[Tensor], device: torch.device) -> list[float]:
-    """Over ranks."""
+    """Average losses over ranks."""
     total = torch.stack(losses).to(device)
     dist.all_reduce(total)
     return [float(x) for x in total / dist.get_world_size()]

@@ -89,7 +89,7 @@ class Cluster:
         return within + min(ring, trees) if m > 1 else within
 
     def _segments(self, size: float, seconds: float, at_once: int) -> float:
-        """Of Gloo's all-reduces of `size` bytes in all, so many `at_once`. seconds: their bytes' time."""
+        """Seconds of Gloo's all-reduces of `size` bytes in all, so many `at_once`. seconds: their bytes' time."""
         if not self.message:
             return seconds
         each = max(2, math.ceil(size / at_once / self.nodes / SEGMENT))
@@ -148,5 +148,5 @@ class Groups:
 
     @property
     def slices(self) -> int:
-        """Into how many a chunk is cut."""
+        """The number of slices of a chunk."""
         return self.node.gpus

@@ -87,7 +87,7 @@ def stage_1(model: Model, cluster: Cluster) -> Step:
 
 
 def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
-    """With the best number of chunks where none is given."""
+    """Predict a step of stage 2, with the best number of chunks if none is given."""
     groups = Groups.of(cluster, model.levels)
     replicas = groups.replicas
     exchange_class = exchange_for(model.reply, replicas.gpus)
@@ -104,7 +104,8 @@ def stage_2(model: Model, cluster: Cluster, chunks: int | None = None) -> Step:
 
 
 def local_step(model: Model, cluster: Cluster) -> Step:
-    """Of 0/1 Adam: a rank moves by its own gradient, with two levels a node by the mean of its own."""
+    """Predict a local step of 0/1 Adam: a rank moves by its own gradient, with two levels a node by the mean of its
+    own."""
     node = Groups.of(cluster, model.levels).node
     mean = node.all_reduce(model.elements * model.itemsize)
     update = pass_seconds("zero_one_local", model.elements, cluster, model.itemsize)

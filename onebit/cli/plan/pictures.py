@@ -80,7 +80,8 @@ def draw_plot(model: Model, cluster: Cluster, path: Path) -> None:
 
 
 def draw_map(model: Model, cluster: Cluster, path: Path) -> None:
-    """Beside the regions of what is first, by how much; a row of panels for each kind. Needs matplotlib."""
+    """Draw the regions of what is first, and beside them by how much; a row of panels for each kind. Needs
+    matplotlib."""
     rates, round_trips = spaced(RATES, POINTS[0]), spaced(ROUND_TRIPS, POINTS[1])
     found = places(model, cluster, rates, round_trips)
     x, y = [rate / 1e9 for rate in rates], [1e3 * rtt for rtt in round_trips]

@@ -49,7 +49,8 @@ class First(NamedTuple):
 
 
 def first(found: Mapping[str, Run], local: bool) -> First:
-    """Of runs by method, those with local steps among them or not. A factor below WORTH counts as none."""
+    """Find the fastest of runs by method, those with local steps among them or not. A factor below WORTH counts as
+    none."""
     seconds = {name: run.seconds for name, run in found.items() if local or not run.local}
     plain = min(UNCOMPRESSED, key=lambda name: seconds[name])
     best = min(seconds.keys() - UNCOMPRESSED.keys(), key=lambda name: (seconds[name], name))
@@ -58,7 +59,7 @@ def first(found: Mapping[str, Run], local: bool) -> First:
 
 
 def runs(model: Model, cluster: Cluster) -> dict[str, Run]:
-    """By the optimizer, or the type of an uncompressed all-reduce."""
+    """Predict runs by the optimizer, or the type of an uncompressed all-reduce."""
     found = {name: _run(model, cluster, model.steps, 0, 0, itemsize) for name, itemsize in UNCOMPRESSED.items()}
     warmup = round(model.warmup * model.steps)
     name = "1-bit Adam" if model.optimizer == "adam" else "1-bit LAMB"
