@@ -74,7 +74,7 @@ def run(section: Section, out: Path) -> tuple[list[Target], str]:
 
 
 def _end(started: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does: a network lab removes its hosts."""
+    """End a process as Ctrl-C does: a network lab removes its hosts."""
     if started.poll() is None:
         started.send_signal(signal.SIGINT)
         try:
@@ -84,7 +84,7 @@ def _end(started: subprocess.Popen[bytes]) -> None:
 
 
 def table(targets: Sequence[tuple[str, Target]], missing: dict[str, str]) -> str:
-    """Of pairs of a section's name and its target."""
+    """Write pairs of a section's name and its target as a table."""
     width = max((len(t.title) for _, t in targets), default=20)
     lines = [f"{'section':<10} {'target':<{width}} {'needed':>8} {'measured':>9}"]
     for name, t in targets:
@@ -121,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def save(path: Path, targets: Sequence[tuple[str, Target]], missing: dict[str, str], run: Sequence[str]) -> None:
-    """With the targets of sections that were not run now, if this machine and these versions have measured them."""
+    """Save the targets, and those of sections that were not run now, if this machine and these versions have measured
+    them."""
     about = {"cpu": cpu_name(), **provenance()}
     day = about.pop("measured")
     before = read_record(path) if path.exists() else {}

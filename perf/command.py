@@ -44,7 +44,7 @@ def add_out(parser: argparse.ArgumentParser, what: str, default: Path = RESULTS)
 
 
 def make_folder(out: Path) -> None:
-    """Before minutes of measuring, not after."""
+    """Make the folder before minutes of measuring, not after."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,7 +86,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def differing(arguments: argparse.Namespace, standard: Mapping[str, Any]) -> list[str]:
-    """For a record's name: each option that is not as in the standard run, and its value."""
+    """Name each option that is not as in the standard run, and its value, for a record's name."""
     words = []
     for name, usual in standard.items():
         if (value := getattr(arguments, name)) != usual:
@@ -108,7 +108,7 @@ def refuse_idle(parser: argparse.ArgumentParser, arguments: argparse.Namespace, 
 
 
 def set_defaults(arguments: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    """Of options that were not given."""
+    """Set options that were not given."""
     for name, value in defaults.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)

@@ -81,7 +81,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Change:
-    """Of the ranks, as one of them sees it."""
+    """A change of the ranks, as one of them sees it."""
 
     seconds: float = 0.0  # of the reform
     sent: float = 0.0  # bytes of the reform
@@ -90,7 +90,8 @@ class Change:
 
 
 def changes(elements: int, two: Any, rounds: int, source: torch.Generator, backward: float) -> list[Change]:
-    """Of this rank: from three ranks to two, from two to three, and the same again with one that has followed."""
+    """Measure this rank's changes: from three ranks to two, from two to three, and the same again with one that has
+    followed."""
     found, training = [], Training(*built(elements, None), source, backward)
     for _ in range(2 * FREEZE):
         training.step()
@@ -122,7 +123,8 @@ def reformed(training: Training, ranks: Counting) -> Change:
 
 
 def trained_while_one_follows(training: Training, two: Any) -> tuple[Giver | None, list[float]]:
-    """Until that one has caught up. This rank's giver, for whoever ends it, and the seconds of the steps."""
+    """Train until the one that follows has caught up. Returns this rank's giver, for whoever ends it, and the seconds
+    of the steps."""
     giver = Giver(training.optimizer) if dist.get_rank() == 0 else None
     address = [giver and giver.address]
     dist.broadcast_object_list(address)

@@ -49,7 +49,7 @@ class Styles:
         self._left: dict[str | None, Iterator[str]] = {}
 
     def of(self, name: str) -> tuple[str | None, str]:
-        """By what stands before a comma in the name."""
+        """Choose the color and the line by what stands before a comma in the name."""
         color = COLORS.get(name.partition(",")[0])
         return color, next(self._left.setdefault(color, itertools.cycle(("-", "--", ":", "-."))))
 
@@ -88,7 +88,7 @@ def lines(
 
 
 def plain_ticks(axis: Any) -> None:
-    """Of a logarithmic axis: 1, 2 and 5 of each decade, written as they are."""
+    """Set a logarithmic axis' ticks: 1, 2 and 5 of each decade, written as they are."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

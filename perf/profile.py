@@ -70,7 +70,7 @@ class Run:
         return self.clock.seconds(start, end), self.clock.seconds(before, end)
 
     def most_allocated(self) -> int:
-        """In one more step."""
+        """Take one more step and return its peak of allocated memory."""
         if self.device.type != "cuda":
             self.step()
             return 0

@@ -44,7 +44,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def progress(self, text: str) -> None:
-        """On rank 0, at most every two seconds."""
+        """Show progress on rank 0, at most every two seconds."""
         if self.rank == 0 and time.monotonic() - self._shown > 2:
             self._shown = time.monotonic()
             self._show(text)
@@ -63,7 +63,7 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Over ranks, elementwise."""
+        """Take the maximum over ranks, elementwise."""
         on_device = values.to(self.device)
         dist.all_reduce(on_device, dist.ReduceOp.MAX)
         return on_device.cpu()
@@ -72,7 +72,7 @@ class Ranks:
         return tuple(self.maximum(torch.tensor(seconds, dtype=torch.float64)).tolist())
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Of one call on this rank, after a barrier."""
+        """Time one call on this rank, after a barrier."""
         self.barrier()
         start = time.perf_counter()
         run()
@@ -95,7 +95,7 @@ class Ranks:
         return float(line[1].split()[8]) if line else math.nan
 
     def most_bytes(self, sent: float) -> float | None:
-        """Of the host that has sent most; None where hosts have no counter. A collective call."""
+        """The bytes of the host that has sent most; None if hosts have no counter. A collective call."""
         (most,) = self.slowest([sent])
         return None if math.isnan(most) else most
 

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """At least so many times what `what` says: 4.2 times as fast as fp32. at_most: `what` follows the number alone."""
+    """A target: at least so many times what `what` says, 4.2 times as fast as fp32. at_most: `what` follows the number
+    alone."""
 
     what: str
     reached: float

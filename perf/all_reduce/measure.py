@@ -42,7 +42,7 @@ class Row:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
-        """From a record, which may say more."""
+        """Make a row from a record, which may say more."""
         own = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
         return cls(**{**own, "calls": tuple(fields["calls"])})
 
@@ -94,7 +94,7 @@ def _compressed(ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chun
 
 
 def _row(ranks: Ranks, elements: int, kind: str) -> Row:
-    """Of what is not yet measured."""
+    """Make a row of what is not yet measured."""
     return Row(ranks.size // ranks.each, None, elements, kind, each=ranks.each, measured=ranks.link_rate)
 
 

@@ -34,7 +34,7 @@ def plot(rows: Sequence[Row], title: str, path: Path) -> Path:
 
 
 def _speed_ups(groups: Sequence[dict[str, Row]]) -> list[plots.Draw]:
-    """Of the largest size; a panel where links are shaped."""
+    """A panel of the largest size's speed-ups if links are shaped."""
     largest = max(group[ONE_BIT].elements for group in groups)
     speeds: Curves = {}
     for group in groups:

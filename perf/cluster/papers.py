@@ -100,7 +100,7 @@ class Compared:
 
 
 def median_error(rows: Sequence[Compared]) -> float:
-    """Of the errors' sizes."""
+    """The median of the errors' sizes."""
     return median(abs(row.error) for row in rows)
 
 
@@ -134,7 +134,7 @@ def all_reduces(fitted: bool = False) -> list[Compared]:
 
 
 def speed_up(row: Profile, longer: float = 1.0) -> float:
-    """Of stage 2, with forward and backward so many times as long."""
+    """Predict the speed-up of stage 2, with forward and backward so many times as long."""
     forward, backward, local = longer * row.forward / 1e3, longer * row.backward / 1e3, row.step / 1e3
     model = Model(ELEMENTS, ITEMSIZE, forward, backward, overlap="none", levels=1)
     cluster = cluster_of(row.network, row.gpus)
@@ -148,9 +148,9 @@ def end_to_end(stage_2_speed_up: float, warmup: float) -> float:
 
 
 def speed_ups() -> list[Compared]:
-    """Of stage 2 and of whole runs on Ethernet: Figure 5 of 1-bit Adam, Figure 3 of 1-bit LAMB and their text, which
-    name no number of GPUs: the tables' largest. Without a profile of SQuAD it is 3 x 384 tokens by Table 1 on 32 GPUs,
-    and of longer sequences LONGER times Table 5's."""
+    """Compare speed-ups of stage 2 and of whole runs on Ethernet: Figure 5 of 1-bit Adam, Figure 3 of 1-bit LAMB and
+    their text, which name no number of GPUs: the tables' largest. Without a profile of SQuAD it is 3 x 384 tokens by
+    Table 1 on 32 GPUs, and of longer sequences LONGER times Table 5's."""
     one, sixteen = (PROFILES[ADAM_TABLE, "Ethernet", 64, batch] for batch in (64, 1024))
     small, large = (PROFILES[LAMB_TABLE, "Ethernet", 256, batch] for batch in (8192, 65536))
     tokens = (3 * 384 / SHORT - 1) / 15  # from batch 1 to batch 16 of sequences of 128

@@ -155,12 +155,12 @@ def pixels(images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def features(classifier: ResNet8, images: Tensor) -> Tensor:
-    """Of images of -1 to 1."""
+    """The classifier's features of images of -1 to 1."""
     return classifier.features((images + 1) * 127.5)
 
 
 def distance(center: Tensor, covariance: Tensor, other: Tensor, others: Tensor) -> float:
-    """Of two normal distributions, in float64."""
+    """The Fréchet distance of two normal distributions, in float64."""
     values, vectors = torch.linalg.eigh(covariance)
     root = vectors @ torch.diag(values.clamp(min=0).sqrt()) @ vectors.T
     between = torch.linalg.eigvalsh(root @ others @ root).clamp(min=0).sqrt().sum()
@@ -191,5 +191,5 @@ def _classifier(x: Tensor, y: Tensor, test_x: Tensor, test_y: Tensor) -> tuple[R
 
 
 def _fingerprint(model: nn.Module) -> str:
-    """Of its weights: another machine rounds otherwise and trains another, whose distances are others."""
+    """Hash the model's weights: another machine rounds otherwise and trains another, whose distances are others."""
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()[:8]

@@ -202,7 +202,7 @@ class Run:
         return {key: value for key, value in asdict(self).items() if (key, value) not in none}
 
     def at(self, point: Mapping[str, Any]) -> Run:
-        """With a sweep's point set. Rates are factors; a freeze is a share of the steps."""
+        """Return the run with a sweep's point set. Rates are factors; a freeze is a share of the steps."""
         set_to = dict(point)
         if "lr" in point:
             set_to["lr"] = self.lr * point["lr"]

@@ -42,7 +42,7 @@ def main_runs(out: Path, task: str) -> dict[str, Records]:
 
 
 def sweep_runs(out: Path, task: str, sweep: str) -> dict[str, dict[str, Records]]:
-    """By point, then by variant. None where nothing but the main comparison was run."""
+    """Find a sweep's records by point, then by variant. Nothing if only the main comparison was run."""
     points_of, table, beyond = points(TASKS[task], sweep), dict[str, dict[str, Records]](), False
     for variant, label in cases(TASKS[task], sweep):
         standard = Run.standard(task, variant, 0)
@@ -54,7 +54,7 @@ def sweep_runs(out: Path, task: str, sweep: str) -> dict[str, dict[str, Records]
 
 
 def _common(table: Mapping[str, Mapping[str, Records]]) -> dict[str, dict[str, Records]]:
-    """Of the seeds that all have."""
+    """Keep the seeds that all have."""
     every = [records for runs in table.values() for records in runs.values()]
     seeds = sorted(set.intersection(*map(set, every)))
     return {
@@ -71,7 +71,7 @@ def bits_sent(record: Record) -> float:
 
 
 def differences(records: Records, baseline: Records) -> list[float]:
-    """Of losses, over the seeds that both have."""
+    """Differences of losses, over the seeds that both have."""
     return [records[seed]["loss"] - baseline[seed]["loss"] for seed in sorted(records.keys() & baseline.keys())]
 
 

@@ -79,7 +79,8 @@ def cell(records: Records, key: str = "loss", form: str = ".3f", unit: float = 1
 
 
 def within(records: Records, baseline: Records) -> str:
-    """Whether the mean is the baseline's within one standard deviation, or better: over the seeds that both have."""
+    """Say whether the mean is the baseline's within one standard deviation, or better: over the seeds that both
+    have."""
     seeds = sorted(records.keys() & baseline.keys())
     if len(seeds) < 2:
         return "one seed: open"
@@ -187,7 +188,7 @@ def volume_table(runs: Mapping[str, Records]) -> str:
 
 
 def run_bytes_table(runs: Mapping[str, Records]) -> str:
-    """Of whole runs of those that have no stages: no formula gives theirs."""
+    """Tabulate bytes of whole runs of those that have no stages: no formula gives theirs."""
     head = ["optimizer", "steps in full precision", *(f"times fewer bytes than fp{bits}" for bits in BITS)]
     rows = []
     for variant, records in runs.items():
@@ -269,7 +270,7 @@ def conclusion(out: Path) -> str:
 
 
 def name_of(variant: str) -> str:
-    """Of an optimizer with its defaults."""
+    """The name of an optimizer with its defaults."""
     return VARIANTS[variant].partition(",")[0]
 
 

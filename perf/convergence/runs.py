@@ -66,7 +66,8 @@ def build(
     betas: tuple[float, float] = Task.betas,
     apart: Sequence[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Outside DDP: each averages gradients itself as long as it does not compress. apart: what is never compressed."""
+    """Build an optimizer for a model outside DDP: it averages gradients itself as long as it does not compress. apart:
+    what is never compressed."""
     params = list(model.parameters())
     betas = (BETA1.get(run.variant, betas[0]), betas[1])
     plainly: dict[str, Any] = {"lr": run.lr, "weight_decay": WEIGHT_DECAY, "betas": betas}
@@ -103,7 +104,7 @@ def build(
 
 
 def build_part(run: Run, task: Task, part: nn.Module, transport: Transport) -> torch.optim.Optimizer:
-    """As the task has it."""
+    """Build an optimizer as the task has it."""
     return build(run, part, transport, task.betas, task.last_layer(part) if run.variant in LAST_LAYER else ())
 
 

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _names(what: str, known: Sequence[str]) -> dict[str, Any]:
-    """Of an option that is a list of these."""
+    """Arguments of an option that is a list of these."""
     return {"type": list_of(one_of(what, known)), "help": f"of {', '.join(known)}"}
 
 

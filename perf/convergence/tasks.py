@@ -67,7 +67,7 @@ class Task(ABC):
         return [model]
 
     def last_layer(self, part: nn.Module) -> list[nn.Parameter]:
-        """Of such a part: what some variants leave uncompressed."""
+        """The parameters of such a part that some variants leave uncompressed."""
         return []
 
     def step(self, model: nn.Module, optimizers: Sequence[Optimizer], items: Items) -> Tensor:

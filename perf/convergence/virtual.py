@@ -28,7 +28,7 @@ HUNG = 900.0  # seconds that a rank waits for the others
 
 
 class _Meeting:
-    """Where ranks hand tensors to each other: all come before one reads, all have read before one goes on."""
+    """A place for ranks to hand tensors to each other: all come before one reads, all have read before one goes on."""
 
     def __init__(self, size: int, turns: bool) -> None:
         self.barrier = threading.Barrier(size, timeout=HUNG)

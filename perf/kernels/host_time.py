@@ -100,7 +100,7 @@ class Operations(TorchDispatchMode):
 
 
 def stub_the_gpu() -> Driver:
-    """From here on tensors on the CPU get the GPU's passes, over a driver that runs nothing, and no message is read."""
+    """Give tensors on the CPU the GPU's passes from here on, over a driver that runs nothing; no message is read."""
     stub, load = Driver(), backends.load
     driver.set_active(stub)
     backends.load = lambda name: load("gpu")

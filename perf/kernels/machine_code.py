@@ -35,13 +35,13 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """Where a branch goes."""
+        """The address that a branch goes to."""
         found = re.search(r"0x([0-9a-f]+)$", self.operands) if self.kind == "BRA" else None
         return int(found[1], 16) if found else None
 
     @property
     def bytes(self) -> int:
-        """Of a thread's access to global memory, else 0."""
+        """The bytes of a thread's access to global memory, else 0."""
         if self.kind not in ("LDG", "STG"):
             return 0
         found = re.search(r"\.([SU]?)(8|16|64|128)(?:\.|$)", self.name)

@@ -90,7 +90,7 @@ def accesses(ptx: str, which: str) -> dict[str, int]:
 
 
 def worse(row: Row, recorded: Row, same_compiler: bool) -> list[str]:
-    """In what a kernel is worse than its record."""
+    """Say in what a kernel is worse than its record."""
     found = []
     for what in ("loads", "stores"):
         now, before = (getattr(r, what).get(str(WIDE), 0) for r in (row, recorded))

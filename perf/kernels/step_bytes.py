@@ -29,8 +29,8 @@ def passes(direct: bool) -> dict[str, float]:
 
 
 def undo(direct: bool) -> float:
-    """With overlap: compress and average write residuals as they were, and replies are copied. Nothing is read again
-    unless the step is skipped."""
+    """Bytes an element with overlap: compress and average write residuals as they were, and replies are copied. Nothing
+    is read again unless the step is skipped."""
     server, own, replies = (0.0, 1 / 8, RANKS / 8) if direct else (4 / RANKS, 1 / 8 / RANKS, 1 / 8)
     return 4 + server + 2 * (own + replies)
 

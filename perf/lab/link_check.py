@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Host:
-    """Where it is reached from here, and from the others."""
+    """A host: how it is reached from here, and from the others."""
 
     namespace: str
     address: str

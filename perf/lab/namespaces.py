@@ -77,7 +77,7 @@ def execute(*argv: str, lines: Sequence[str] = ()) -> str:
 
 
 def new_prefix() -> str:
-    """Of the names of one more lab of this process."""
+    """A prefix for the names of one more lab of this process."""
     return f"onebit-{os.getpid()}-{_start_time(os.getpid())}-{next(_serial)}"
 
 

@@ -172,7 +172,7 @@ class NetworkLab:
         return host
 
     def _variables(self, rank: int, env: Mapping[str, str]) -> dict[str, str]:
-        """Of a rank's process."""
+        """Environment variables of a rank's process."""
         master = {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(29500 + self._runs % 1000)}
         return {**rank_variables(rank, self.hosts, self.each, INTERFACE, self.bridge), **master, **env}
 
@@ -233,7 +233,7 @@ class NetworkLab:
             router.stop()
 
     def _check_router(self) -> None:
-        """While ranks run: without the router no link carries anything."""
+        """Check that the router runs while ranks do: without it no link carries anything."""
         if self._router is not None and self._router.ended is not None:
             raise WrongLink(f"the delaying router ended with status {self._router.ended}: its links are gone")
 

@@ -11,7 +11,7 @@ UNSHAPED = "unshaped"
 
 
 def parse_link(text: str) -> str:
-    """As records have it; ValueError where it is none."""
+    """Return a link as records have it; ValueError if it is none."""
     link = text.strip().lower()
     bits, rtt = rate_bits(link), rtt_seconds(link)
     if not (bits is None or 1e6 <= bits <= 100e9) or not (rtt is None or 1e-3 <= rtt <= 0.1):
@@ -37,7 +37,7 @@ def rate_bits(link: str | None) -> int | None:
 
 
 def rtt_seconds(link: str | None) -> float | None:
-    """Of a link as records have it; None where no delay was added."""
+    """The round trip of a link as records have it; None if no delay was added."""
     rtt = rate_and_rtt(link)[1]
     if rtt is None:
         return None
@@ -48,7 +48,7 @@ def rtt_seconds(link: str | None) -> float | None:
 
 
 def link_title(link: str) -> str:
-    """For people: "1 Gbit/s", "100 Mbit/s, 50ms"."""
+    """A link for people to read: "1 Gbit/s", "100 Mbit/s, 50ms"."""
     bits, rtt = rate_bits(link), rate_and_rtt(link)[1]
     rate = UNSHAPED if bits is None else f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
     return f"{rate}, {rtt}" if rtt else rate

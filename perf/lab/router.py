@@ -59,7 +59,7 @@ class Router:
         self._bytes = 0
 
     def run(self, commands: int) -> None:
-        """Until `commands`, a file descriptor, ends."""
+        """Run until `commands`, a file descriptor, ends."""
         text = b""
         watched = [commands, *self.ports]
         while True:

@@ -65,7 +65,7 @@ a rank a host, over Gloo.
 
 @dataclass(frozen=True)
 class Finish:
-    """Of a method on a link: seconds of a run, and until its mean curve is as low; None where it never is."""
+    """Seconds of a method on a link: of a run, and until its mean curve is as low; None if it never is."""
 
     run: float
     common: float | None
@@ -106,7 +106,7 @@ def records(out: Path) -> list[tuple[Record, str]]:
 
 
 def section(record: Record, title: str, docs: Path) -> str:
-    """Of one record."""
+    """Write the section of one record."""
     about = record.about
     parts = [
         f"## {title}\n",
@@ -128,7 +128,7 @@ def section(record: Record, title: str, docs: Path) -> str:
 
 
 def plot_paths(record: Path) -> dict[str, Path]:
-    """By what they show."""
+    """Paths of plots by what they show."""
     return {OVER_TIME: record.with_name(f"{record.stem}-loss.png"), TO_COMMON_LOSS: record.with_suffix(".png")}
 
 
@@ -165,7 +165,7 @@ def losses_table(record: Record) -> str:
 
 
 def _bytes_of_runs(record: Record) -> dict[str, float]:
-    """Of each method, by the counters on the first link on which all its steps were timed."""
+    """Bytes of each method's run, by the counters on the first link on which all its steps were timed."""
     found: dict[str, float] = {}
     for group in groups(record).values():
         for method in METHODS:
@@ -175,7 +175,7 @@ def _bytes_of_runs(record: Record) -> dict[str, float]:
 
 
 def steps_table(networks: Mapping[str, Group]) -> str:
-    """Of each kind of step that a run has."""
+    """Tabulate times of each kind of step that a run has."""
     lines = []
     for method in METHODS:
         names = list(steps_by_row(method, FREEZE, STEPS))
@@ -202,7 +202,7 @@ def curves(runs: Sequence[Run]) -> dict[str, list[tuple[int, float]]]:
 
 
 def finishes(group: Group, runs: Sequence[Run]) -> dict[str, Finish]:
-    """Of the methods that were timed on this link and trained."""
+    """Find when the methods end that were timed on this link and trained."""
     own, common = curves(runs), common_loss(runs)
     near = own[UNCOMPRESSED][-1][1] + NEAR if UNCOMPRESSED in own else -math.inf
     found = {}

@@ -93,7 +93,7 @@ def run_lab(arguments: argparse.Namespace, record: StepRecord, progress: Progres
 
 
 def _measure(lab: Network, rate: str, arguments: argparse.Namespace, record: StepRecord, progress: Progress) -> bool:
-    """Whether links of this rate were what was asked for, and the record has what was found."""
+    """Measure. Returns whether links of this rate were what was asked for, and the record has what was found."""
     lab.set_link(rate)
     found: list[Any] = []
 

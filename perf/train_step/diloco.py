@@ -26,7 +26,7 @@ class LocalSGD(torch.optim.AdamW):
 
     @property
     def kind(self) -> str:
-        """Of the coming step."""
+        """The kind of the coming step."""
         return "local" if (self.taken + 1) % self.every else "sync"
 
     def synchronize(self) -> None:
@@ -34,7 +34,7 @@ class LocalSGD(torch.optim.AdamW):
         raise NotImplementedError
 
     def at_last_sync(self) -> AbstractContextManager[None]:
-        """Within it the model is that of all ranks."""
+        """Put the model meanwhile to what all ranks had at the last sync."""
         raise NotImplementedError
 
 

@@ -50,13 +50,13 @@ class Row:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Row:
-        """From a record, which may say more."""
+        """Make a row from a record, which may say more."""
         own = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
         return cls(**{**own, "calls": tuple(fields["calls"])})
 
     @property
     def share(self) -> float:
-        """Of the all-reduce in the step."""
+        """The share of the all-reduce in the step."""
         return self.all_reduce / self.seconds if self.seconds else math.nan
 
 
@@ -75,7 +75,7 @@ class Run:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Run:
-        """From JSON."""
+        """Make a run from JSON."""
         return cls(**{**fields, "curve": tuple((step, loss) for step, loss in fields["curve"])})
 
 
@@ -93,7 +93,7 @@ class Clock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Of marks that the device has passed."""
+        """Seconds between marks that the device has passed."""
         return start.elapsed_time(end) / 1e3 if self._cuda else end - start
 
 
@@ -114,7 +114,7 @@ class Bench:
         return self.shape.model(self.text, self.ranks.device, seed, variant.one_bucket)
 
     def mean(self, values: Sequence[Sequence[float]]) -> Tensor:
-        """Over ranks."""
+        """Average over ranks."""
         total = torch.tensor(values, dtype=torch.float64).to(self.ranks.device)
         dist.all_reduce(total)
         return total.cpu() / self.ranks.size

@@ -18,7 +18,7 @@ SHOWN_FROM = 0.1  # of the steps: before, losses fall too far to be distinguishe
 
 
 def draw(record: Record, title: str) -> list[Path]:
-    """Of steps, and of training; of the networks the slowest and the fastest."""
+    """Draw steps, and training; of the networks the slowest and the fastest."""
     networks = by_rate(record.rows)
     shown = [networks[0], *networks[1:][-1:]] if networks else []
     panels = {
@@ -68,7 +68,7 @@ def parts_of(row: Row) -> dict[str, float]:
 
 
 def title_of(variant: str) -> str:
-    """Of a whole run."""
+    """The title of a whole run."""
     return VARIANTS[variant].title.replace(", stage 2", "")
 
 

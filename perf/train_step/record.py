@@ -47,7 +47,8 @@ class Record:
 
 
 class StepRecord(Record):
-    """Of one command, whose rows are measured together: the first takes the place of all of an earlier command.
+    """The record of one command, whose rows are measured together: the first takes the place of all of an earlier
+    command.
 
     Training runs of an earlier command stay.
     """

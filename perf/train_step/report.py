@@ -89,7 +89,7 @@ def targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
 
 
 def speed_targets(rows: Sequence[Row]) -> list[Target]:
-    """Where the baseline's all-reduce takes the papers' share."""
+    """Targets on networks on which the baseline's all-reduce takes the papers' share."""
     found = []
     for rate, group in by_rate(rows):
         baseline, ours = group.get(BASELINE), group.get(OURS)
@@ -100,7 +100,7 @@ def speed_targets(rows: Sequence[Row]) -> list[Target]:
 
 
 def network_bound(group: Group) -> bool:
-    """Whether the baseline's all-reduce takes the papers' share of its step."""
+    """Return whether the baseline's all-reduce takes the papers' share of its step."""
     baseline = group.get(BASELINE)
     return baseline is not None and SHARES[0] <= baseline.share <= SHARES[1]
 
@@ -136,14 +136,14 @@ def loss_targets(rows: Sequence[Row], runs: Sequence[Run]) -> list[Target]:
 
 
 def timed(group: Group, variant: str) -> bool:
-    """Whether both stages of this variant were, or steps of all its kinds."""
+    """Return whether both stages of this variant were timed, or steps of all its kinds."""
     parts = VARIANTS[variant].parts
     names = (UNCOMPRESSED, *(parts.values() or (VARIANTS[variant].before, variant)))
     return all((row := group.get(name)) is not None and row.seconds for name in names)
 
 
 def steps_by_row(variant: str, freeze: int, step: int) -> Counter[str]:
-    """Of the first so many steps of a run: how many are timed as which variant."""
+    """Count how many of the first so many steps of a run are timed as which variant."""
     kinds, parts, first = VARIANTS[variant].kinds, VARIANTS[variant].parts, VARIANTS[variant].before
     if kinds is not None:
         return Counter(parts[kind] for kind in kinds(step, freeze))
@@ -153,7 +153,7 @@ def steps_by_row(variant: str, freeze: int, step: int) -> Counter[str]:
 
 
 def seconds_after(group: Group, variant: str, freeze: int, step: int) -> float:
-    """Of so many steps of training, by those measured of what it is before the freeze and of itself.
+    """Seconds of so many steps of training, by those measured of what it is before the freeze and of itself.
 
     Where stage 1 sends what fp32 sends and was measured as faster, that was chance.
     """
@@ -171,7 +171,7 @@ def bytes_after(group: Group, variant: str, freeze: int, step: int) -> float | N
 
 
 def mean_curves(runs: Sequence[Run]) -> Curves:
-    """Of each variant, the mean over seeds."""
+    """The mean over seeds of each variant's curves."""
     of: dict[str, list[Run]] = {}
     for run in runs:
         of.setdefault(run.variant, []).append(run)
@@ -182,7 +182,7 @@ def mean_curves(runs: Sequence[Run]) -> Curves:
 
 
 def timed_curves(group: Group, runs: Sequence[Run]) -> Curves:
-    """Of variants timed on this network; those that train alike bit for bit share a curve."""
+    """Curves of variants timed on this network; those that train alike bit for bit share a curve."""
     curves = mean_curves(runs)
     curves |= {name: curves[like] for name, like in TRAIN_AS.items() if like in curves}
     return {name: curve for name, curve in curves.items() if timed(group, name)}

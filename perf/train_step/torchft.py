@@ -30,7 +30,7 @@ def missing() -> str | None:
 
 
 def manager_of(name: object, address: str, pg: Any, own: str = "127.0.0.1", **options: Any) -> Any:
-    """Of a replica of one process, which others reach at `own`; `address`: of the lighthouse."""
+    """Make the manager of a replica of one process, which others reach at `own`; `address`: of the lighthouse."""
     from torchft import Manager
 
     store: Any = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
@@ -43,7 +43,7 @@ def manager_of(name: object, address: str, pg: Any, own: str = "127.0.0.1", **op
 
 
 class TorchftDiLoCo(LocalSGD):
-    """On the default process group, which its ranks find each other by."""
+    """torchft's DiLoCo on the default process group, which its ranks find each other by."""
 
     def __init__(
         self, params: Any, transport: Transport, every: int = 16, outer_lr: float = 0.7, mu: float = 0.9, **inner: Any
@@ -96,7 +96,7 @@ class TorchftDiLoCo(LocalSGD):
 
 
 def own_address() -> str:
-    """By which the other ranks reach this one."""
+    """The address by which the other ranks reach this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
         return str(s.getsockname()[0])

@@ -43,7 +43,8 @@ Model = DistributedDataParallel
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and of a rank's batch. 6.3 M elements by default: sending takes longer than a link's burst."""
+    """The shape of the model and of a rank's batch. 6.3 M elements by default: sending takes longer than a link's
+    burst."""
 
     width: int = 256
     layers: int = 8
@@ -83,7 +84,7 @@ class Trainee:
 
     @property
     def kind(self) -> str:
-        """Of the coming step, where an optimizer takes steps of several; those of AdamW are "dense"."""
+        """The kind of the coming step, if an optimizer takes steps of several; those of AdamW are "dense"."""
         optimizer = self.optimizer
         if isinstance(optimizer, ZeroOneAdam):
             return optimizer.schedule.kind if optimizer.compressing else "dense"
@@ -91,7 +92,7 @@ class Trainee:
 
     @property
     def waits(self) -> Waits:
-        """Where the coming step's waits for messages are counted; an optimizer of onebit counts them itself."""
+        """The count of the coming step's waits for messages; an optimizer of onebit counts them itself."""
         return self.optimizer.pay_off.waits if isinstance(self.optimizer, OneBitOptimizer) else Waits()
 
     def clip(self, norm: float) -> None:
@@ -107,7 +108,7 @@ class Trainee:
             self.optimizer.synchronize()
 
     def at_last_sync(self) -> AbstractContextManager[None]:
-        """Within it they have those of the last time that they had the same."""
+        """Put parameters meanwhile to what they were the last time that ranks had the same."""
         return (
             self.optimizer.at_last_sync() if isinstance(self.optimizer, (OneBitOptimizer, LocalSGD)) else nullcontext()
         )
@@ -141,7 +142,7 @@ class Variant:
 
     @property
     def one_bucket(self) -> bool:
-        """Whether all gradients must be in one."""
+        """Return whether all gradients must be in one bucket."""
         return self.rank > 0 and dist.get_backend() == "gloo"
 
     def last_full(self, freeze: int) -> int:

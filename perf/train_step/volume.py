@@ -79,7 +79,7 @@ def measure(progress: Progress) -> dict[str, Any]:
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Of each size of a gradient and each run of 1-bit Adam: the formula, and what was measured."""
+    """Compare the formula with what was measured, for each size of a gradient and each run of 1-bit Adam."""
     share, sent = record["freeze_step"] / record["steps"], record["sent"]
     return [
         (name.replace("onebit_adam", f"fp{b}"), formula(share, b), sent[f"uncompressed {b}"] / sent[f"{name} {b}"])
