@@ -64,7 +64,7 @@ def written_files(folder: Path) -> list[Path]:
 
 
 def put_manifest(folder: Path, changed: dict[str, Any]) -> None:
-    """With a checksum that fits."""
+    """Write a manifest with a checksum that fits."""
     changed = {k: v for k, v in changed.items() if k != "checksum"}
     (folder / MANIFEST).write_text(json.dumps({**changed, "checksum": checksum(changed)}))
 

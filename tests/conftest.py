@@ -133,7 +133,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
-    """After a test's setup: what it shares with others, and the seconds of what was made for it."""
+    """Report, after a test's setup, what it shares with others, and the seconds of what was made for it."""
     report = yield
     if call.when == "setup":
         names = [f"{schedule.file_of(item.nodeid)}::{name}" for name in getattr(item, "fixturenames", ())]

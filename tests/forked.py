@@ -1,4 +1,4 @@
-"""In place of `subprocess`: `python -m MODULE` without its imports, forked from what tests fork their ranks from."""
+"""A stand-in for `subprocess`: `python -m MODULE` without its imports, forked from what tests fork their ranks from."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def join_flight(optimizer: Any) -> None:
 
 
 def forget_process_group(optimizer: Any) -> None:
-    """As if it was built with process_group=None, before there was a default group."""
+    """Make the optimizer as if it was built with process_group=None, before there was a default group."""
     optimizer.rank_finder._process_group = None
 
 

@@ -62,7 +62,7 @@ class RanksError(AssertionError):
 
 
 def group(size: int = 0) -> dist.ProcessGroup:
-    """Within `work`: the process group of its ranks, or of the first `size` of them."""
+    """The process group of the ranks that `work` runs on, or of the first `size` of them."""
     return _groups[size or _size]
 
 
@@ -200,7 +200,7 @@ def _serve(rank: int, size: int, sizes: tuple[int, ...], port: int, group_timeou
 
 
 def _listen(pipe: Connection, tasks: queue.Queue[bytes]) -> None:
-    """Also notices, while the rank works, that nobody waits for it any more."""
+    """Receive tasks, and notice, while the rank works, that nobody waits for it any more."""
     try:
         while True:
             tasks.put(pipe.recv_bytes())

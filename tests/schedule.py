@@ -29,7 +29,7 @@ def file_of(test: str) -> str:
 
 
 def seconds() -> dict[str, float]:
-    """Of each file of tests, as it was recorded."""
+    """Seconds of each file of tests, as they were recorded."""
     return _read(SECONDS).get("files", {})
 
 

@@ -63,7 +63,7 @@ def run(example: str, ranks: int, each: int, *arguments: str) -> str:
 
 @pytest.mark.parametrize("example", sorted(path.name for path in FOLDER.glob("*.py") if path.name != "ddp.py"))
 def test_an_example_runs(example: str) -> None:
-    """On two ranks; the one with shards on two nodes of two."""
+    """It runs on two ranks; the one with shards on two nodes of two."""
     if find_spec(NEEDS.get(example, "torch")) is None:
         pytest.skip(f"needs {NEEDS[example]}")
     ranks = 4 if example == "hsdp.py" else 2
@@ -74,14 +74,14 @@ def test_an_example_runs(example: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("example", sorted(path.name for path in FOLDER.glob("*.py") if path.name != "hsdp.py"))
 def test_an_example_runs_on_a_gpu(example: str) -> None:
-    """On two ranks, each as if alone on its host: see tests/collectives/test_gpu.py."""
+    """It runs on two ranks, each as if alone on its host: see tests/collectives/test_gpu.py."""
     if find_spec(NEEDS.get(example, "torch")) is None:
         pytest.skip(f"needs {NEEDS[example]}")
     run(example, 2, 1)
 
 
 def test_the_example_with_ddp_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    """With nothing to do it says so, and how to start anew."""
+    """A run with nothing to do says so, and how to start anew."""
     first = run("ddp.py", 2, 2, str(tmp_path))
     ended = printed_by_rank_0("ddp.py", 2, 2, str(tmp_path))
     assert f"the run in {tmp_path} is finished, after 300 steps: for a new one" in ended and "loss" not in ended

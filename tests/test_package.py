@@ -89,7 +89,7 @@ def test_both_archives_have_every_module_and_nothing_else(archives: tuple[Path, 
 
 
 def link_what_is_required(site: Path) -> None:
-    """Of this environment's packages those that onebit, which is installed in `site`, asks for, and what they do."""
+    """Link this environment's packages that onebit, which is installed in `site`, asks for, and what they ask for."""
     (installed,) = metadata.distributions(path=[str(site)])
     wanted, linked = list(installed.requires or ()), set()
     while wanted:

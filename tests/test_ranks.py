@@ -45,7 +45,7 @@ def go_wrong(rank: int, size: int, who: int, how: str) -> Any:
 
 
 def exists(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Return whether a process runs; one that has ended and waits for its parent does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):  # the second, where it ends while its file is read
@@ -85,7 +85,7 @@ def test_what_goes_wrong_is_named_and_the_next_call_works() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_no_rank_outlives_its_parent() -> None:
-    """Though they are in the middle of some work."""
+    """The ranks are in the middle of some work."""
     code = (
         "from tests import ranks, test_ranks\n"
         "pair = ranks.Ranks(2, (2,))\n"

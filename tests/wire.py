@@ -31,7 +31,7 @@ def contents(messages: Messages, row: int, lengths: Sequence[int]) -> Contents:
 
 
 def signed(bits: np.ndarray, scales: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Of every element its value. bits: bool, of one block after the other. scales: of each block, or one."""
+    """The value of every element. bits: bool, of one block after the other. scales: of each block, or one."""
     size = np.repeat(scales, lengths if len(scales) == len(lengths) else [sum(lengths)])
     return np.where(bits, size, -size)
 

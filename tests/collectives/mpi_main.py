@@ -45,7 +45,7 @@ PHASE = "the gather phase (all-to-all of chunk 0)"
 
 
 def checked(comm: Any, case: Case, recorded: steps.Recorded) -> None:
-    """Against the simulation, on rank 0."""
+    """Check against the simulation, on rank 0."""
     everyone = comm.gather(recorded)
     if everyone is not None:
         steps.check(case, everyone)
@@ -84,7 +84,8 @@ def trained(comm: Any, kind: str, overlap: bool) -> bytes:
 
 
 def check_transport(comm: Any) -> None:
-    """Also what a sum sends by its dtype's bytes: 7 elements are 4 shards of 2, and the sum of each goes to all."""
+    """Check the collectives, and what a sum sends by its dtype's bytes: 7 elements are 4 shards of 2, and the sum of
+    each goes to all."""
     transport = transport_for(comm)
     assert isinstance(transport, MpiTransport) and transport.name == "mpi"
     assert (transport.rank, transport.size) == (comm.rank, comm.size)
@@ -100,7 +101,7 @@ def check_transport(comm: Any) -> None:
 
 
 def check_refusals(comm: Any) -> None:
-    """Where rank 1 wants another block_size, and where only rank 0 is in a communicator."""
+    """Rank 1 is refused if it wants another block_size, and a rank that is not in a communicator is."""
     case = Case((300,), 64 if comm.rank == 1 else 32)
     with pytest.raises(ValueError, match="the ranks do not agree: rank 1 has block_size 64 where rank 0 has 32"):
         case.all_reduce(comm)(torch.ones(300))

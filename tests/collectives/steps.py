@@ -47,7 +47,7 @@ class Case:
         return oracle.Layout(self.numels, self.block_size, shards, self.chunks)
 
     def simulation(self, ranks: int) -> oracle.SimulatedAllReduce:
-        """Of the senders."""
+        """The simulation of the senders."""
         direct = self.senders(ranks) if self.reply == "direct" else 0
         return oracle.SimulatedAllReduce(self.plan(ranks), self.scale, self.norm, direct=direct)
 
@@ -102,7 +102,7 @@ def record(case: Case, rank: int, group: Any, first: int = 0, all_reduce: Any = 
 
 
 def node_mean(inputs: list[list[Tensor]]) -> list[Tensor]:
-    """Of the ranks of a node, rounded as tensors of their dtype are; of one rank what it has."""
+    """The mean over the ranks of a node, rounded as tensors of their dtype are; of one rank what it has."""
     first, *others = ([x.mul(1 / len(inputs)) for x in tensors] for tensors in inputs)
     for tensors in others:
         first = [a + b for a, b in zip(first, tensors, strict=True)]
@@ -181,7 +181,7 @@ class Exchanged:
         self, simulation: oracle.SimulatedAllReduce, expected: Array, sizes: list[Array], size: Array, live: Array,
         step: int, rounded: Any = 0.0,
     ) -> bool | None:  # fmt: skip
-        """Whether no bit was flipped; None where one of a sender was, whose sign is in the average, which can't be
+        """Return whether no bit was flipped; None if one of a sender was, whose sign is in the average, which can't be
         compared then. sizes: of what senders have added up. size: of what is added to the mean of messages. rounded:
         that of what is received."""
         flipped = False

@@ -124,7 +124,7 @@ def test_huge_values_do_no_lasting_harm(scale, norm):
     *(({"chunks": chunks}, r"chunks must be a positive number or .auto.") for chunks in (0, -1, 2.0, "2", None)),
 ], ids=str)  # fmt: skip
 def test_bad_options_are_refused_at_once(options, message):
-    """Also with chunks="auto", before any rank waits for another."""
+    """No rank waits for another before that, with chunks="auto" neither."""
     with pytest.raises(ValueError, match=message):
         CompressedAllReduce(**{"numel": 10, **options})
 

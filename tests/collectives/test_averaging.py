@@ -71,7 +71,7 @@ def check(size, means):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_mean_over_ranks(size):
-    """In buckets of a tensor, of a few, and of all; of ranks with scales of their own in their own."""
+    """Buckets hold a tensor, a few, or all; ranks with scales of their own divide by their own."""
     means = [Mean(dtype, nbytes) for dtype in (F32, BF16) for nbytes in (1, 100, 2**20)]
     check(size, means + [Mean(bucket_bytes=100, scales=SCALES)] * (size == 3))
 

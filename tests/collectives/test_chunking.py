@@ -26,8 +26,9 @@ SECONDS = [[1.0, 5.0, 9.0, 9.0], [9.0, 4.0, 1.0, 9.0], [8.0, 2.0, 8.0, 1.0]]  # 
 
 
 def choices(rank, size, cases: list[Case], folders: list[str], seconds=SECONDS, small: int = 0) -> list[Any]:
-    """Of one case after the other, in a process that has read nothing yet: the chunks, how often candidates were
-    measured for it, and the phases of its collectives. Models of `small` elements take one chunk, for their flags."""
+    """Choose for one case after the other, in a process that has read nothing yet: the chunks, how often candidates
+    were measured for it, and the phases of its collectives. Models of `small` elements take one chunk, for their
+    flags."""
     made, real = [], Chunking.measure
 
     def measure(own: Chunking, options: Sequence[int]) -> dict[int, float]:
@@ -93,7 +94,7 @@ def test_candidates_have_a_chunk_worth_its_latency():
 
 
 def test_measured_once_and_cached_for_a_size_and_for_one_host_or_several(folders):
-    """By rank 0 for all: other ranks may have caches of their own, or none. Later processes read it."""
+    """Rank 0 does it for all: other ranks may have caches of their own, or none. Later processes read it."""
     similar, larger = replace(CASE, numels=(12_000, 500), scale="tensor"), replace(CASE, numels=(40_000,))
     first, *later = agreed(run_ranks(SIZE, choices, [CASE, CASE, similar], folders))
     assert first[:2] == (BEST, 1)
@@ -109,13 +110,13 @@ def test_measured_once_and_cached_for_a_size_and_for_one_host_or_several(folders
 
 
 def choices_on_hosts(rank, size, folders):
-    """As torchrun numbers two hosts."""
+    """Choose on two hosts, numbered as torchrun does."""
     with patch.dict(os.environ, {"GROUP_RANK": str([0, 0, 1][rank])}):
         return choices(rank, size, [CASE], folders)
 
 
 def choices_where_memory_is_short(rank, size, folders, most):
-    """On rank 1, for an exchange of more chunks than `most`."""
+    """Choose while rank 1 has no memory for an exchange of more chunks than `most`."""
 
     class Large(TwoPhases):
         def __init__(self, topology, layout, *more):
@@ -135,7 +136,7 @@ def choices_where_memory_is_short(rank, size, folders, most):
 
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_a_rank_without_memory_to_measure_ends_the_measuring_on_all(folders, most):
-    """And not the run, at its freeze. What was not compared with all others is not remembered."""
+    """It does not end the run, at its freeze. What was not compared with all others is not remembered."""
     found = run_ranks(SIZE, choices_where_memory_is_short, folders, most)
     assert {chunks for chunks, _ in found} <= ({1} if most < 2 else {1, 2}) and len({c for c, _ in found}) == 1
     assert [len(texts) for _, texts in found] == [1, 0, 0]

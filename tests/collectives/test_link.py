@@ -78,7 +78,7 @@ def test_only_a_link_that_gives_way_waits_until_the_network_holds_little_of_it(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_a_network_that_others_fill_holds_a_piece_up_for_a_tenth_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an old system, which does not tell, holds nothing up."""
+    """An old system, which does not tell, holds nothing up."""
     network, idle, slept = Network(), threading.Event(), list[float]()
     monkeypatch.setattr(link, "time", SimpleNamespace(sleep=slept.append, monotonic=lambda: 0.0))
     network.left = 1e9

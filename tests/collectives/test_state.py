@@ -97,7 +97,7 @@ def test_the_sum_of_results_differs_from_that_of_means_by_the_last_residuals_ove
 @pytest.mark.parametrize("size, case", [(2, BLOCKS[0]), (4, TWO_LEVELS[0])])
 @on_ranks()
 def test_a_state_has_zeros_and_a_warning_where_ranks_differ(rank, size, case):
-    """And none after a load. A state does not change with later calls."""
+    """There is no warning after a load. A state does not change with later calls."""
     average = case.all_reduce(work.ranks_of(case, size))
     average.synchronize()  # there is nothing yet
     assert not any(each.any() for each in average.state_dict()["residual"])
@@ -120,7 +120,7 @@ def test_a_state_has_zeros_and_a_warning_where_ranks_differ(rank, size, case):
 
 
 def test_one_process_alone_synchronizes_by_itself():
-    """And goes on from just that. A process that was never called has zeros."""
+    """It goes on from just that. A process that was never called has zeros."""
     one, other = (CompressedAllReduce(list(NUMELS), block_size=96, reply=1) for _ in range(2))
     assert not any(each.any() for each in one.state_dict()["residual"])
     with work.logged() as said:

@@ -67,7 +67,7 @@ def test_groups_that_nobody_uses_end_with_their_world(rank, tmp_path):
 
 @on_ranks(3, once=True)
 def test_no_group_of_ours_splits_the_communicator_of_a_world_with_a_device_of_its_own(rank):
-    """As init_process_group(device_id=...) makes it. Ranks 0 and 1 alone make groups."""
+    """init_process_group(device_id=...) makes such a world. Ranks 0 and 1 alone make groups."""
     world, bound = dist.group.WORLD, torch.device("cuda", 0)
     some, seen, new_group = dist.new_group([0, 1]), [], dist.new_group
 
@@ -103,7 +103,7 @@ def test_collectives_of_one_process():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_collectives_of_gloo(rank, size):
-    """Also two all-gathers that were announced, of which one twice, and one that was not."""
+    """Two all-gathers are announced, one of them twice, and one is not."""
     transport = transport_for(group())
     work.check_collectives(transport)
     outs = [torch.full((size, 5), 255, dtype=torch.uint8) for _ in range(4)]
@@ -120,7 +120,7 @@ def test_collectives_of_gloo(rank, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @on_ranks()
 def test_small_messages_go_to_all_at_once_and_large_ones_in_a_ring_or_in_pairs(rank, size):
-    """In pairs where torchrun says that each rank is on a host of its own."""
+    """They go in pairs if torchrun says that each rank is on a host of its own."""
     for variables in ({}, dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE"), str(size))):
         for n in (SMALL, SMALL + 1):
             own = torch.zeros((1, n), dtype=torch.uint8)

@@ -31,7 +31,7 @@ CASES = [
 
 
 def recorded(rank, size, nodes, each, cases):
-    """On the first ranks of the pool."""
+    """Record cases on the first ranks of the pool."""
     made = group() if nodes * each == size else dist.new_group(range(nodes * each))
     if rank < nodes * each:
         return [steps.record(case, rank, nodes_of(made, each)) for case in cases]
@@ -48,7 +48,7 @@ def test_nodes_are_ranks_to_the_network(nodes, each):
 
 @on_ranks(4)
 def test_a_node_of_two_sends_a_third_of_the_bytes_of_two_ranks(rank):
-    """Of half the elements; with one level each of its ranks sends to two others."""
+    """It sends half of the elements; with one level each of its ranks sends to two others."""
     sent = []
     for node_group in (nodes_of(group(), 2).node, None):
         options = {"chunks": 1, "reply": 1, "process_group": group(), "node_group": node_group}

@@ -50,7 +50,7 @@ class Noting(Watched):
 
 
 def watched(rank: int, size: int, case: Case, calls: int) -> tuple[list[str], int, int, int]:
-    """Of the last of several calls: its events and bytes. Of all of them: what the object counted, and one message."""
+    """Return events and bytes of the last of several calls; of all of them what the object counted, and one message."""
     transport = Noting(group())
     all_reduce = case.all_reduce(transport)
     for call in range(calls):

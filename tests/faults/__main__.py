@@ -132,7 +132,7 @@ def _in_the_lab(lab: NetworkLab, kind: str, fault: Fault, folder: Path) -> None:
 
 
 def _written(fault: Fault, folder: Path, expected: list[str]) -> Outcome:
-    """By the ranks of `tests.faults.training`. One that is cut off lives, and must raise as well."""
+    """Read what the ranks of `tests.faults.training` wrote. One that is cut off lives, and must raise as well."""
 
     def read(name: str, rank: int) -> str:
         return file.read_text() if (file := folder / f"{name}-{rank}").exists() else ""

@@ -115,7 +115,7 @@ def strike_host(lab: NetworkLab, kind: str, fault: Fault) -> list[Survived]:
 
 
 def be_rank(folder: Path, kind: str, point: int, victim: int) -> int:
-    """On a host of the lab."""
+    """Be a rank on a host of the lab."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=HUNG))
     rank = dist.get_rank()

@@ -92,7 +92,7 @@ class Host:
         self.shown.progress.value = self.learner.steps
 
     def go_on(self) -> None:
-        """With other ranks: all have the same bits."""
+        """Go on with other ranks: all have the same bits."""
         self.learner.reform()
         self.compare()
         self.tell("going", self.learner.address)
@@ -125,7 +125,7 @@ class Host:
                     raise
 
     def agreed(self) -> tuple[bool, bool]:
-        """Whether all are invited to a meeting with one that joins, and whether steps wait for others."""
+        """Return whether all are invited to a meeting with one that joins, and whether steps wait for others."""
         while self.pipe.poll():
             assert self.pipe.recv() == "invited"
             self.invited = True
@@ -135,7 +135,7 @@ class Host:
         return invited == dist.get_world_size(), waits > 0
 
     def meet(self) -> bool:
-        """Whether there is a new group. If not, the old one goes on."""
+        """Return whether there is a new group. If not, the old one goes on."""
         self.invited = False
         while True:
             place = self.ask("here", self.heart is not None)

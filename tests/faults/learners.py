@@ -20,7 +20,7 @@ KINDS = ("ZeroOneAdam", "ZeroOneAdam, direct", "ZeroOneAdam, local steps", "OneB
 
 
 def options_of(kind: str, steps: int) -> dict[str, Any]:
-    """Of a kind of optimizer: what its run of so many steps needs to meet all of its kinds of steps."""
+    """Options of a kind of optimizer, so that its run of so many steps meets all of its kinds of steps."""
     if kind.startswith("OneBit"):
         return {"freeze_step": steps // 5}
     if kind.endswith("direct"):
@@ -43,14 +43,13 @@ class Task:
         return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
     def samples(self, number: int, count: int) -> tuple[Tensor, Tensor]:
-        """Of a stream that follows from the seed: those with this number."""
+        """The samples with this number, of a stream that follows from the seed."""
         data = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         x = torch.randn(count, 16, generator=data)
         wave = torch.sin(x @ torch.linspace(-0.5, 0.5, 16)) + x[:, 0] * x[:, 1]
         return x, (wave + 0.1 * torch.randn(count, generator=data)).unsqueeze(1)
 
     def lr(self, number: int) -> float:
-        """Of a step."""
         return LR * (1 - number / self.steps)
 
     def learner(self, params: list[Tensor]) -> Ours | Theirs:

@@ -186,7 +186,7 @@ class Run:
             self.invited = True
 
     def end_meeting(self, met: list[Place]) -> None:
-        """When all have said whether the group stands. Where it does not, they meet again."""
+        """End a meeting when all have said whether the group stands. If it does not, they meet again."""
         if all(place.says == "entered" for place in met):
             stands = all(place.value for place in met)
             for place in met:

@@ -60,7 +60,8 @@ class Plan:
 
 @dataclass
 class Record:
-    """Of one rank: a checksum of its parameters after every step, norms of its residuals, and all it ends with."""
+    """The record of one rank: a checksum of its parameters after every step, norms of its residuals, and all it ends
+    with."""
 
     params: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Where a fault strikes: one moment of one collective of one step, on the rank itself, from within its transport."""
+"""A fault strikes at one moment of one collective of one step, on the rank itself, from within its transport."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def all_damaged(rank: int, size: int, kind: str) -> dict[str, Found]:
 
 @functools.cache
 def runs(kind: str) -> dict[str, list[Found]]:
-    """Of each place what three ranks found."""
+    """What three ranks found, by place."""
     ranks = run_ranks(3, all_damaged, kind)
     return {name: [one[name] for one in ranks] for name in ranks[0]}
 

@@ -44,7 +44,7 @@ class Raised:
 
 
 def train(case: Case, transport: Striking, folder: Path) -> str:
-    """From the last checkpoint to the end: a digest of all that this rank then holds."""
+    """Train from the last checkpoint to the end. Returns a digest of all that this rank then holds."""
     params, latest = case.parameters(), folder / "latest"
     done = int(latest.read_text()) if latest.exists() else 0
     if done:
@@ -73,7 +73,7 @@ def train_until_raised(case: Case, transport: Striking, folder: Path) -> Raised:
 
 
 def digest(state: Any) -> str:
-    """Of every key, number and bit."""
+    """Hash every key, number and bit."""
 
     def text(value: Any) -> str:
         if isinstance(value, Tensor):
@@ -86,7 +86,7 @@ def digest(state: Any) -> str:
 
 
 def undisturbed(rank: int, size: int, kind: str, reply: str | int, each: int, folder: str) -> str:
-    """Also what goes on from a checkpoint: the work of ranks of `tests.ranks`."""
+    """Train undisturbed, also from a checkpoint: the work of ranks of `tests.ranks`."""
     return train(case_of(kind, reply, each), Striking(group()), Path(folder))
 
 

@@ -109,7 +109,7 @@ def _group(source: Source) -> str:
 
 
 def _all_reduce(source: Source) -> str:
-    """Not of any numel: memory is another matter."""
+    """Try few numels: memory is another matter."""
     few = (1, 7, [3, 5], [0, 4], 100, 0, -1, 10**400, 1.5, float("nan"), None, "x", b"", {}, [], [[]], [None], [2.0, 1])
     names = {name: _SENSIBLE[name] for name in ("scale", "norm", "block_size", "chunks")}
     average = onebit.CompressedAllReduce(pick(source, few), **_drawn(source, names, 0.2))
@@ -174,7 +174,7 @@ class CommandLine:
         return "".join(map(chr, codes))
 
     def _plot(self, name: str) -> str:
-        """Where a plot would go: a file that was not there is not left behind."""
+        """Check a path for a plot: a file that was not there is not left behind."""
         room = Path(self.room.name)
         before = os.listdir(room)
         outcome = _outcome("plot", ValueError, check_plot, room / name.replace("/", "_"))

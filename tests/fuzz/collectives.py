@@ -27,7 +27,7 @@ ALIGNED = 16  # bytes
 
 @dataclass
 class Seen:
-    """On one rank."""
+    """What one rank has seen."""
 
     started: dict[str, list[str]] = field(default_factory=dict)  # by group
     faults: list[str] = field(default_factory=list)

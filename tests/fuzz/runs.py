@@ -172,7 +172,7 @@ def work(rank: int, size: int, case: dict[str, Any], folder: str) -> tuple[str, 
 
 
 class Runs:
-    """Of ranks that are the same for all cases. Sharded parameters are written by all of a default group."""
+    """Runs of ranks that are the same for all cases. Sharded parameters are written by all of a default group."""
 
     def case(self, source: Source) -> str:
         case = drawn(source)

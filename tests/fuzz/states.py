@@ -64,7 +64,7 @@ class States:
         return "load, accepted"
 
     def _mutate_progress(self, source: Source, state: Any) -> None:
-        """As somebody would who knows that it is JSON."""
+        """Change it as somebody would who knows that it is JSON."""
         group = state["param_groups"][0]
         numbers = json.loads(group.get("onebit") or "{}")
         mutate(source, numbers, json=True)

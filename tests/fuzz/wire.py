@@ -102,11 +102,11 @@ class Wire:
         kept.check()
 
     def _values(self) -> np.ndarray:
-        """Of the chunk's elements."""
+        """The values of the chunk's elements."""
         return values_of(self.messages, self.plan, self.chunk * self.plan.ranks)
 
     def _flagged(self) -> np.ndarray:
-        """Of which of the chunk's elements the message, or one of its copies, carries a flag."""
+        """A mask of the chunk's elements of which the message, or one of its copies, carries a flag."""
         sizes = [shard.elements for shard in self.layout.chunk(self.chunk).shards()]
         return np.repeat(self.messages.flags.view(-1, self.messages.copies).any(1).numpy(), sizes)
 
@@ -123,7 +123,7 @@ class Wire:
 
 
 def _messages(source: Source, form: Format, shards: list[Span], copies: int) -> tuple[Messages, bool]:
-    """Of random bytes, with guards; and whether their headers are as they should be."""
+    """Make messages of random bytes, with guards. Returns them, and whether their headers are as they should be."""
     rows = len(shards) * copies
     whole = torch.from_numpy(np.frombuffer(source.bytes(rows * form.nbytes + 2 * _GUARD), np.uint8).copy())
     messages = Messages(whole[_GUARD : _GUARD + rows * form.nbytes].view(rows, form.nbytes), form, copies)

@@ -179,7 +179,7 @@ def assert_same_messages(ours: Messages, theirs: Messages, span: Span) -> np.nda
 
 
 def decoded_size(scales: np.ndarray, span: Span) -> np.ndarray:
-    """Of every element how large what its block's scale decodes to is."""
+    """The size that its block's scale decodes to, of every element."""
     return np.repeat(scales[0], span.lengths())
 
 

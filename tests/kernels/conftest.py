@@ -35,6 +35,6 @@ def use_grain(monkeypatch):
 
 @pytest.fixture
 def case(request, use_grain):
-    """Of GRID."""
+    """A case of GRID."""
     use_grain(request.param)
     return request.param

@@ -67,7 +67,7 @@ print(json.dumps([rows, spilled, sorted(free)]))
 
 
 def test_kernels_compile_without_spills_and_every_fp32_stream_moves_16_bytes_an_access():
-    """In a process of its own, whose kernels are not interpreted."""
+    """It takes a process of its own, whose kernels are not interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr[-4000:]

@@ -94,7 +94,7 @@ def test_partial_results_of_any_number_of_blocks_are_summed_compared_and_make_a_
 
 
 def test_more_messages_than_eight_are_summed_in_their_order_too():
-    """Of a tensor scale the residual is c, bit for bit."""
+    """The residual with a tensor scale is c, bit for bit."""
     names = "triton", "cpu"
     ours, theirs = (Workload([5000], device_of(name), scale="tensor", ranks=11) for name in names)
     for work, name in zip((ours, theirs), names, strict=True):

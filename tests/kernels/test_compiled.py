@@ -82,7 +82,7 @@ def run_python(code, **environment):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_runs_passes_and_so_does_a_process_that_shuts_down():
-    """As a DataLoader's worker might, before and after the parent has used its threads."""
+    """A DataLoader's worker might, before and after the parent has used its threads."""
     result = run_python(FORKS)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["True"]
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_compiled_anew_and_a_whole_one_is_read(filled, scan):
 
 
 def test_machine_code_of_replaced_modules_or_in_a_folder_of_others_is_neither_read_nor_kept(filled, scan, monkeypatch):
-    """After an upgrade while it runs a process compiles what is neither in the new files nor in the cache."""
+    """A process compiles, after an upgrade while it runs, what is neither in the new files nor in the cache."""
     before = filled.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(compile, "version", lambda: "another")

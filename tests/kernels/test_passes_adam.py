@@ -21,7 +21,7 @@ def test_scan_sums_the_squares_of_the_scaled_gradients_of_each_block(case):
 
 
 def test_scan_of_four_blocks_at_a_time():
-    """On the CPU, of fp32 gradients: each sum and each flag is that of its own block."""
+    """The CPU scans fp32 gradients so: each sum and each flag is that of its own block."""
     for numel in (1000, 256, 320):
         world = World(Case((numel, 40)))
         world.run("scan")

@@ -185,7 +185,7 @@ def test_compress_and_average_keep_residuals_as_they_were(name, options, flagged
     (torch.int32, 4), (torch.uint8, 1000), (torch.float32, 8192), (torch.float32, 20_001), (torch.uint8, 20_004),
 ])  # fmt: skip
 def test_restore_copies_bits_where_the_flag_is_set(name, dtype, count):
-    """Also of what is not a number, and of several tensors at once."""
+    """It copies what is not a number, too, and several tensors at once."""
     whole = (torch.arange(count + 8, dtype=torch.int64, device=device_of(name)) % 100).to(dtype)
     now, kept = whole[4:-4], torch.full((count,), 77, dtype=dtype, device=whole.device)
     if dtype == torch.float32:
@@ -226,7 +226,7 @@ class Compressor(World):
 @given(VALUES)
 @settings(max_examples=20)
 def test_the_residual_is_c_minus_what_was_sent_in_one_fp32_subtraction(name, values):
-    """With a tensor scale one step later."""
+    """It is so one step later with a tensor scale."""
     sent, left = Compressor(name, len(values))(values)
     assert np.array_equal(left, values - sent)
     tensor = Compressor(name, len(values), "tensor")

@@ -137,7 +137,7 @@ def test_statistics_of_flagged_replies_change_nothing(name):
 
 @ON_BACKENDS
 def test_between_sees_the_sums_of_squares_and_may_put_other_coefficients(name):
-    """Where this rank has a part of a parameter alone: x moves by what `between` leaves."""
+    """This rank has a part of a parameter alone: x moves by what `between` leaves."""
     for c in (0.0, 0.05):
         world, partials = World(Case((90, 40)), name), []
 

@@ -74,7 +74,8 @@ def test_a_step_is_cut_where_it_is_longer_than_what_is_usual_allows(name: str, f
 
 @ON_BACKENDS
 def test_a_step_that_is_trusted_keeps_its_length(name: str) -> None:
-    """Of 4 with a usual one of 1, not of 100 with 0.7; and what is trusted is never shorter than the limit."""
+    """A step of 4 with a usual one of 1 does, one of 100 with 0.7 does not; what is trusted is never shorter than the
+    limit."""
     world = World(CASES["chunks"], name)
     for trusted, third in ((4.0, 1.0), (3.9, TIMES / 4), (1.0, TIMES / 4)):
         out, _, shortened = limited(world, True, LEAST, TIMES, trusted)

@@ -21,7 +21,7 @@ def roots(world: World, v: oracle.Arrays) -> oracle.Arrays:
 
 
 def zero_scales(world: World) -> None:
-    """With a tensor scale the residual's value is e itself once the caller has set its scale to 0."""
+    """Set tensor scales of residuals to 0, as the caller does: then their value is e itself."""
     for residual in world.residuals:
         if residual.scale is not None:
             residual.scale.zero_()
@@ -83,7 +83,7 @@ def test_an_update_agrees_with_float64(case):
 
 @GRID
 def test_inverses_agree_with_float64(case):
-    """Of every block, without elements that do not move."""
+    """Every block's sum does, without elements that do not move."""
     world = World(case, zeros=True)
     world.run("zero_one_inverses")
     d = [np.where(u == 0, 0.0, 1 / (u + h.eps)) for u, h in zip(roots(world, world.v), world.hypers, strict=True)]

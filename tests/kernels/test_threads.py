@@ -60,7 +60,7 @@ def test_so_does_one_that_waits_for_them_when_the_signal_comes(span):
 
 
 def test_a_thread_holds_the_memory_of_its_pass(span, monkeypatch):
-    """Where even the wait for it is interrupted."""
+    """It holds it even if the wait for it is interrupted."""
     slow, state = Slow(0.2, interrupt), torch.zeros(1)
     slow.kept = weakref.ref(state)
     monkeypatch.setattr(threads, "wait", lambda _: None)

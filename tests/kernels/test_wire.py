@@ -117,7 +117,7 @@ def test_means_that_are_compressed_once_more_have_no_unbiased_scales():
 
 
 def test_a_header_with_a_bit_flipped_is_no_message_of_this_exchange():
-    """But for the flag that says that a sender met inf or NaN."""
+    """The one bit that may differ is the flag that says that a sender met inf or NaN."""
     messages = Format(Layout([300], block_size=64, ranks=2)).empty(2)
     messages.header.copy_(torch.tensor(messages.format.header, dtype=torch.int32))
     messages.check("a phase")

@@ -62,7 +62,7 @@ def test_values_stay_of_their_size(dtype, scale, packed):
 
 
 def test_two_workloads_are_equal_and_random():
-    """So that two backends can be compared; the order in which the buffers are made does not matter."""
+    """Two backends can be compared so; the order in which the buffers are made does not matter."""
     one, other = Workload([5, 4100], ranks=2), Workload([5, 4100], ranks=2)
     names = sorted(MADE)
     for workload, order in ((one, names), (other, reversed(names))):

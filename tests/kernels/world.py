@@ -175,7 +175,7 @@ class Inputs:
         return messages
 
     def random_messages(self, shards: list[Span], seed: int = 1) -> Messages:
-        """Of these shards, with random bits (in padding too) and random scales, one of them 0."""
+        """Make messages of these shards, with random bits (in padding too) and random scales, one of them 0."""
         rng, messages = np.random.default_rng(seed), self.fresh(len(shards))
         messages.header.copy_(torch.tensor(messages.format.header, dtype=torch.int32))
         for row, shard in enumerate(shards):
@@ -202,7 +202,7 @@ def lamb_state(world: Inputs) -> LambState:
 
 
 def momentum(world: Inputs) -> Tensor | Messages | None:
-    """As the case has it, before the last replies."""
+    """The momentum before the last replies, in the form that the case has it."""
     if world.case.momentum == "packed":
         return world.all_messages(5)
     return world.flat(world.m) if world.case.momentum == "dense" else None
@@ -346,7 +346,7 @@ class World(Inputs):
         assert_all_close(self.unpadded(self.exp_avg_sq), v, ELEMENTWISE)
 
     def check_sums(self, found: Tensor, flat: np.ndarray) -> None:
-        """Of every block."""
+        """Check the sum of every block."""
         assert_close(numpy(found), [block.sum() for block in self.plan.of_blocks(flat)], 4e-6)
 
     def check_parameters(

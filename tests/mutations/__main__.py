@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def known(results: Path) -> dict[str, dict[str, str]]:
-    """By mutant: what became of it, and the test that found it."""
+    """Read what became of each mutant, and the test that found it."""
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     return {each["mutant"]: each for each in map(json.loads, lines)}
 

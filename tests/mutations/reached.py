@@ -55,12 +55,12 @@ class Reached:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Of the tests that pass."""
+        """Seconds of the tests that pass."""
         return self._record["seconds"]
 
     @cached_property
     def functions(self) -> dict[str, set[reach.Function]]:
-        """By test. What the fixtures of a file reach counts for every test of it."""
+        """The functions that each test reaches. What the fixtures of a file reach counts for every test of it."""
         found = {
             name: {(path, function, line) for path, function, line in each}
             for name, each in self._record["reached"].items()
@@ -90,7 +90,8 @@ class Reached:
         return found
 
     def passes(self, test: str, run: Callable[[str], bool]) -> bool:
-        """Whether a test that found a mutant passes without it: one that does not finds nothing, and is left out."""
+        """Return whether a test that found a mutant passes without it: one that does not finds nothing, and is left
+        out."""
         if test not in self._known:
             self._known[test] = run(test)
         return self._known[test]
@@ -107,7 +108,7 @@ class Reached:
         return set(), set()
 
     def _cheap(self, tests: set[str], paths: set[str], most: float) -> list[str]:
-        """Of each file the cheapest, then of each the next, and so on: files see different faults."""
+        """Choose the cheapest of each file, then the next of each, and so on: files see different faults."""
         by_file: dict[str, list[str]] = defaultdict(list)
         for test in sorted(tests, key=lambda each: (self.seconds[each] + len(self.functions[each]) / 500, each)):
             if self._known.get(test, True):
@@ -136,7 +137,7 @@ class Reached:
 
     @cached_property
     def importers(self) -> dict[str, set[str]]:
-        """By file of the product: the files that it imports."""
+        """The files that each file of the product imports."""
         found = {}
         for top in reach.PRODUCT:
             for path in sorted((reach.ROOT / top).rglob("*.py")):
@@ -147,7 +148,7 @@ class Reached:
         return found
 
     def write_focus(self, path: Path) -> None:
-        """For every file of the product the files of tests to run after a change of it: the narrowest first."""
+        """Write the files of tests to run after a change of each file of the product: the narrowest first."""
         lines = {}
         for product in sorted(self.importers):
             tests, paths = self._reaching({product})

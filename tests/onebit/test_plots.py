@@ -1,4 +1,4 @@
-"""Whether a plot can be drawn is known before the work, and finding out leaves no trace."""
+"""A plot that can't be drawn is known before the work, and finding out leaves no trace."""
 
 import sys
 

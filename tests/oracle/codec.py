@@ -27,7 +27,7 @@ class Layout:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Of every block. A shard has one at least: empty ones of 32 follow where there are too few."""
+        """The length of every block. A shard has one at least: empty ones of 32 follow where there are too few."""
         places = ((numel, start) for numel in self.numels for start in range(0, numel, self.block_size))
         lengths = [32 * math.ceil(min(self.block_size, numel - start) / 32) for numel, start in places]
         return lengths + [32] * (self.ranks * self.chunks - len(lengths))
@@ -88,7 +88,7 @@ class Layout:
         return slice(self.shard(chunk, index * each).start, self.shard(chunk, index * each + each - 1).stop)
 
     def lengths_in(self, part: slice) -> list[int]:
-        """Of the blocks of some elements."""
+        """The lengths of the blocks of some elements."""
         ends = np.cumsum([0, *self.lengths]).tolist()
         return self.lengths[ends.index(part.start) : ends.index(part.stop)]
 

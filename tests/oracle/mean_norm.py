@@ -12,7 +12,7 @@ class MeanNorm:
         self.compressed_steps = 0
 
     def norm(self, squares: float, full: bool) -> float:
-        """To clip the coming step by, from what its gradients' squares add up to."""
+        """The norm to clip the coming step by, from what its gradients' squares add up to."""
         return math.sqrt(squares if full else squares * (1 - self.noise * self.of_noise))
 
     def take(self, squares: float, full: bool) -> None:

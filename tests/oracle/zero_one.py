@@ -51,8 +51,8 @@ def weight_at(step: int, beta2: float, kappa: int, var_freeze_step: int | None =
 def floors(
     v: Arrays, weights: Sequence[float], variance_floor: float, zero_variance: str, bias_correction: bool
 ) -> list[Floor]:
-    """Of every parameter, the least root of the variance where there is one, and that where v is 0: with the mean of
-    vhat over v > 0 (or 0) sqrt(variance_floor mean), and sqrt(mean) (zero_variance="floor") or 0 ("hold")."""
+    """The least root of every parameter's variance where there is one, and that where v is 0: with the mean of vhat
+    over v > 0 (or 0) sqrt(variance_floor mean), and sqrt(mean) (zero_variance="floor") or 0 ("hold")."""
     result = []
     for v_p, weight in zip(v, weights, strict=True):
         positive = v_p > 0
@@ -147,7 +147,7 @@ class ZeroOne:
 
     @property
     def kind(self) -> str:
-        """Of the coming step: "dense", "full", "1 bit", "local" or "sync"."""
+        """The kind of the coming step: "dense", "full", "1 bit", "local" or "sync"."""
         coming = self.step + 1
         if self.local_start is not None and coming >= self.local_start:
             assert self.var_freeze_step is not None and self.local_step_scaler is not None
@@ -159,7 +159,7 @@ class ZeroOne:
 
     @property
     def live(self) -> list[np.ndarray]:
-        """Where there is a variance, or a floor stands in for it."""
+        """Masks of elements with a variance, or a floor that stands in for it."""
         return [(v_p > 0) | (at_zero > 0) for v_p, (_, at_zero) in zip(self.v, self.floors, strict=True)]
 
     def dense(self, grads: Sequence[Gradients]) -> None:
@@ -246,7 +246,7 @@ class ZeroOne:
         return [weight_at(self.step, h.beta2, self.kappa, self.var_freeze_step)[1] for h in self.hypers]
 
     def _part(self) -> None:
-        """Before the first local step: all start from x and m, and residuals of m become residuals of w m."""
+        """Begin local steps: all start from x and m, and residuals of m become residuals of w m."""
         self.m = _where(self.live, self.m)
         ws = momentum_weights(self.hypers, self.step + 1, self.bias_correction)
         w = self.all_reduce.layout.flatten([np.full(x_p.shape, w_p) for x_p, w_p in zip(self.x, ws, strict=True)])

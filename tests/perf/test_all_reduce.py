@@ -38,7 +38,7 @@ def row(kind=ONE_BIT, seconds=1.0, nbytes=1e6, hosts=4, rate="1gbit", elements=2
 
 
 def node_row(kind, seconds, nbytes):
-    """Of 2 hosts of 4 ranks."""
+    """A row of 2 hosts of 4 ranks."""
     return row(kind, seconds, nbytes, hosts=2, elements=2**22, chunks=2, each=4)
 
 
@@ -50,7 +50,7 @@ NODES += [node_row("fp16", 0.14, 14.7e6), node_row("bf16", 0.14, 14.7e6)]
 @pytest.mark.netlab
 @pytest.mark.timeout(1200)  # four ranks share the cores with other tests
 def test_a_host_of_two_sends_half_of_what_its_ranks_would(lab_available, tmp_path, monkeypatch):
-    """Over a host's link, by the interfaces' counters: with one level 2 bits an element, of which half are replies;
+    """The interfaces' counters say so of a host's link: with one level 2 bits an element, of which half are replies;
     with two levels 1. A table and a record."""
     monkeypatch.setattr(processes, "subprocess", forked)
     n = 2**20  # one level's replies are short enough to go straight to their receivers

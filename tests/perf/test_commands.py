@@ -199,7 +199,7 @@ def of_train_step(path):
 
 @pytest.mark.parametrize("of, name, least", [(of_all_reduce, "all_reduce", 32), (of_train_step, "train_step", 19)])
 def test_the_records_have_the_targets_of_their_rows(of, name, least):
-    """Of every network that was measured: those that its rows speak of, and no other."""
+    """They have those of every network that was measured that its rows speak of, and no other."""
     seen = 0
     for path in (ROOT / RESULTS).glob(f"{name}-*.json"):
         if not path.stem.endswith("-report"):  # of perf.profile
@@ -212,7 +212,7 @@ def test_the_records_have_the_targets_of_their_rows(of, name, least):
 
 @pytest.mark.parametrize("at_most", [False, True])
 def test_a_row_of_the_table_says_what_its_section_says(at_most):
-    """On either side of every bound."""
+    """It does on either side of every bound."""
     for reached in (1.04, 1.16):
         target = Target("as long", reached, 1.1, at_most)
         (row,) = targets_of({"targets": as_json([target])})

@@ -83,7 +83,7 @@ def test_a_steps_batch_and_learning_rate_are_the_same_for_any_number_of_ranks():
 
 
 def test_data_are_read_and_split(tmp_path):
-    """Of a folder of one's own, and of R packages."""
+    """Data come from a folder of one's own, and from R packages."""
     train, valid = data.spans(1000, every=10, length=20)
     assert sorted([*train, *valid]) == list(range(1000)) and len(valid) == 100
     assert bytes(data.tokenize(["é1"], 256).astype(np.uint8)).decode() == "é1"
@@ -249,7 +249,7 @@ def test_an_event_enlarges_the_gradients_of_its_steps():
 
 @pytest.mark.timeout(900)
 def test_a_quick_study_learns_and_is_not_run_twice(tmp_path, monkeypatch):
-    """On real text: 300 steps a run."""
+    """It learns real text: 300 steps a run."""
     command = ["--quick", "--variants=adam,onebit_adam,onebit_lamb", "--seeds=1", f"--out={tmp_path}"]
     assert study.main(command) == 0
     runs = [Run.standard("quick", variant, 0) for variant in ("adam", "onebit_adam", "onebit_lamb")]
@@ -301,7 +301,7 @@ def test_the_distance_of_two_normal_distributions():
 
 
 def test_samples_are_held_against_real_images():
-    """In one part or two: means over ranks are of all samples."""
+    """Samples come in one part or two: means over ranks are of all samples."""
     given = prepared()
     model = GAN.model(given).eval()
     with torch.no_grad():

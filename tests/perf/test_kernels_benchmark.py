@@ -58,7 +58,7 @@ def test_records_of_other_settings_have_other_names():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_eager_step_is_1_bit_adam(ranks):
-    """Against Algorithm 1 with one scale (l2) a message; every rank sends what this one does."""
+    """It follows Algorithm 1 with one scale (l2) a message; every rank sends what this one does."""
     numels = local_step.bert_large()
     assert (len(numels), sum(numels)) == (302, 336_226_108)
     torch.manual_seed(0)

@@ -99,7 +99,7 @@ def test_a_pulled_cable_cuts_traffic_and_can_be_plugged_in_again(lab, delayed):
 
 @pytest.mark.netlab
 def test_links_change_without_rebuilding(delay_available):
-    """From the bridge to the router, to another delay, and back."""
+    """They go from the bridge to the router, to another delay, and back."""
     with NetworkLab(2, "1gbit") as lab:
         buffers = [tcp_buffers(lab, name) for name in BUFFERS]
         assert not routers(lab)

@@ -74,7 +74,8 @@ def test_the_model_is_gpt2_small():
 
 @pytest.mark.parametrize("variant", ["adam", "zero_one_unbiased_adam", "unbiased_lamb"])
 def test_a_run_that_stops_and_goes_on_is_the_same_bit_for_bit(variant, tmp_path):
-    """As one that saves after the same steps: it stops twice, once in stage 2, and saves once more in between."""
+    """The other run saves after the same steps: this one stops twice, once in stage 2, and saves once more in
+    between."""
     due = iter([GO_ON, GO_ON, SAVE, SAVE, GO_ON, GO_ON, SAVE, *[GO_ON] * 3])
     whole = learn(RUNS[variant], tmp_path / "whole.pt", due=lambda: next(due))
     assert [int(point[0]) for point in whole["curve"]] == [2, 4, 6, 8, 10]

@@ -27,7 +27,7 @@ def rows(link, slow=8.0, fast=0.5):
 
 
 def runs(losses, seeds=2, lr=ADAM_LR):
-    """Of methods whose losses fall from 4 to these."""
+    """Runs of methods whose losses fall from 4 to these."""
     return [
         replace(run(name, [4.0, (4.0 + loss) / 2, loss], seed=seed, steps=STEPS, freeze=FREEZE), lr=lr)
         for name, loss in losses.items()

@@ -41,7 +41,7 @@ def test_accesses_by_width_and_occupancy_are_counted():
 
 
 def test_each_figure_that_gets_worse_is_said():
-    """With another compiler only spills and wide accesses count."""
+    """Only spills and wide accesses count with another compiler."""
     for change, said, always in (
         ({"registers": 30}, "registers 30, 29 before", None),
         ({"spilled": 8}, "spilled 8, 0 before", "8 bytes spilled"),
@@ -87,7 +87,7 @@ def test_the_record_holds_every_kernel_and_no_spill():
 
 
 def listing(text):
-    """As cuobjdump prints it: an address, the instruction, its encoding."""
+    """Write instructions as cuobjdump prints them: an address, the instruction, its encoding."""
     lines = [line.strip() for line in text.strip().splitlines()]
     return "\n".join(f"        /*{16 * i:04x}*/                   {line} ;   /* 0x0 */" for i, line in enumerate(lines))
 

@@ -216,7 +216,7 @@ def test_gradients_are_clipped_as_each_optimizer_has_it():
 
 
 def test_an_outer_step_is_nesterovs():
-    """On one of two ranks, of which the other has not moved."""
+    """The step is of one of two ranks, of which the other has not moved."""
     weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     done = SimpleNamespace(wait=lambda: None)
     means = SimpleNamespace(rank=0, size=2, name="means", all_sum=lambda values, phase: done)

@@ -202,7 +202,7 @@ def _access_rows(warp: Warp, number: int, part: Part, *, writes: bool) -> None:
 
 
 def _transposed(words: np.ndarray) -> np.ndarray:
-    """Of matrices of 8 by 8 elements of 16 bits, two in a word, each with rows and columns exchanged."""
+    """Exchange rows and columns of each of some matrices of 8 by 8 elements of 16 bits, two in a word."""
     halves = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 8, 8)
     return np.ascontiguousarray(halves.transpose(0, 2, 1)).view(np.uint32).reshape(words.shape)
 

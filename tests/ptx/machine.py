@@ -74,7 +74,7 @@ class Machine:
         raise ValueError(f"no order is called {self.order!r}: there are {', '.join(ORDERS)}")
 
     def _open_barrier(self, warps: list[Warp]) -> None:
-        """Where all warps of a program have come, they go on."""
+        """Let the warps of a program go on if all have come to the barrier."""
         if not all(warp.waits or warp.done for warp in warps) or not any(warp.waits for warp in warps):
             return
         if any(warp.done for warp in warps):
@@ -95,7 +95,7 @@ class Machine:
             raise Fault(f"a warp does not end: it has run {warp.executed} instructions")
 
     def _straight(self, warp: Warp, place: int, lanes: Lanes, meets: int, stop: int) -> None:
-        """From one instruction to the next branch, barrier, end, or place where other lanes are."""
+        """Run from one instruction to the next branch, barrier, end, or place where other lanes are."""
         while place < meets and warp.executed < stop:
             step = self.steps[place]
             active = lanes

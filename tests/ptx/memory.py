@@ -108,7 +108,7 @@ class Memory:
             region.stored.clear()
 
     def parts(self, addresses: Lanes, size: int, lanes: Lanes) -> Iterator[Part]:
-        """Where `lanes` access `size` bytes each, region by region; addresses: uint64 [32]."""
+        """Find what `lanes` access, `size` bytes each, region by region; addresses: uint64 [32]."""
         wanted = addresses[lanes]
         if (wanted % np.uint64(size)).any():
             wrong = int(wanted[wanted % np.uint64(size) != 0][0])

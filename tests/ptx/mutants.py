@@ -92,7 +92,7 @@ class Trial:
     of: str
 
     def finds(self) -> bool:
-        """Whether the emulator says anything of it in any order."""
+        """Return whether the emulator says anything of it in any order."""
         ptx = self.compiled.ptx
         mutated = self.compiled.with_text(self.mutant.applied(ptx))
         outcomes = (

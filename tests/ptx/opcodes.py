@@ -69,7 +69,7 @@ TABLE: dict[str, Callable[[Parts], Computation]] = {}
 
 
 def computation(parts: Parts) -> Computation:
-    """Of an opcode that `forms` has, cut at its points."""
+    """Find the computation of an opcode that `forms` has, cut at its points."""
     found = TABLE[parts[0]](parts)
     return _flushing(found) if "ftz" in parts else found
 
@@ -161,7 +161,7 @@ def _multiply(parts: Parts) -> Computation:
 
 @opcode("min", "max")
 def _extreme(parts: Parts) -> Computation:
-    """Of floats the one that is a number, with .NaN neither where one is not; -0 is below 0."""
+    """Take the one of two floats that is a number, with .NaN neither if one is not; -0 is below 0."""
     kind, least = type_of(parts[-1]), parts[0] == "min"
     if kind.kind != "f":
         return Computation(kind, (kind, kind), np.minimum if least else np.maximum)
@@ -178,7 +178,7 @@ def _extreme(parts: Parts) -> Computation:
 
 @opcode("shl", "shr")
 def _shift(parts: Parts) -> Computation:
-    """By any amount: all that is shifted out is gone."""
+    """Shift by any amount: all that is shifted out is gone."""
     kind, left = type_of(parts[-1]), parts[0] == "shl"
     last = kind.bits - 1
 

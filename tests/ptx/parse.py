@@ -106,7 +106,7 @@ def _parameter(text: str) -> tuple[str, str]:
 
 
 def _body(text: str, start: int) -> str:
-    """From the opening brace of a function to the brace that closes it."""
+    """Return the text from the opening brace of a function to the brace that closes it."""
     depth = 1
     for found in re.finditer(r"[{}]", text[start:]):
         depth += 1 if found[0] == "{" else -1

@@ -91,7 +91,7 @@ class Recorder:
             self.found[part.region].append(Event(part.offsets[those], part.lanes[those], size, number))
 
     def store(self, warp: int, instruction: int, part: Part, values: Lanes) -> None:
-        """Before values, [lanes, count], are stored."""
+        """Record a store before its values, [lanes, count], are there."""
         same = (part.region.load(part.offsets, values.itemsize, values.shape[1]) == values).all(axis=1)
         for repeats in (False, True):
             some = Part(part.region, part.lanes[same == repeats], part.offsets[same == repeats])
@@ -100,7 +100,7 @@ class Recorder:
                 self.access(warp, instruction, some, size, writes=True, repeats=repeats)
 
     def barrier(self, warps: Sequence[int]) -> None:
-        """Of all lanes of some warps: those of one program, or one warp."""
+        """Record a barrier of all lanes of some warps: those of one program, or one warp."""
         joined = np.max([self.vectors[segment] for segment in np.unique(self.segments[warps])], axis=0)
         for warp in warps:
             self.met[warp] = self.own[warp]
@@ -110,7 +110,7 @@ class Recorder:
             self.epochs[warp], self.latest = self.latest, self.latest + 1
 
     def synchronize(self, warp: int, lane: int, address: int) -> None:
-        """By an atomic of one lane. What other lanes of its warp do is ordered with that where they meet."""
+        """Record an atomic of one lane. What other lanes of its warp do is ordered with that where they meet."""
         own = self.vectors[self.segments[warp, lane]]
         lock = self.locks.get(address, np.zeros_like(own))
         clock = np.maximum(own, lock)
@@ -167,5 +167,5 @@ class Recorder:
 
 
 def _are_copies(region: Region, one: Access, other: Access) -> bool:
-    """Whether the later of two stores by one instruction has stored to shared memory what was there already."""
+    """Return whether the later of two stores by one instruction has stored to shared memory what was there already."""
     return region.name == SHARED and one.instruction == other.instruction and other.repeats

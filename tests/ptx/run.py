@@ -85,7 +85,8 @@ def execute(
 
 
 def uses_none(conflicts: list[Conflict], memory: Memory, machine: Callable[[Doubted], Machine]) -> bool:
-    """Whether every conflict is a load's with a store, and with anything loaded there every byte is as it is now."""
+    """Return whether every conflict is a load's with a store, and with anything loaded there every byte is as it is
+    now."""
     doubted: Doubted = {}
     for conflict in conflicts:
         if conflict.load is None or conflict.load.atomic:

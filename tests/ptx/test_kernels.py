@@ -16,7 +16,7 @@ LEAST = {**dict.fromkeys(QUICK, 50), **dict.fromkeys(WITH_ZEROS, 8), "all": 300}
 
 
 def test_every_pass_is_right_in_every_order_and_nothing_races():
-    """Not even for a value that nothing uses."""
+    """Nothing races even for a value that nothing uses."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ptx", "--quick", f"--orders={','.join(ORDERS)}", "--jobs=1"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG)

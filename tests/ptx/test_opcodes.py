@@ -57,7 +57,7 @@ def run(body, inputs, result):
 
 
 def bits(values):
-    """As unsigned integers of 16 bits at least; NaN as the GPU makes it."""
+    """Turn values into unsigned integers of 16 bits at least; NaN as the GPU makes it."""
     values = np.asarray(values)
     if values.dtype.kind == "f":
         raw = values.view(f"u{values.itemsize}")

@@ -62,7 +62,7 @@ class Device:
         self._own = threading.local()  # of each thread: whether it is watched, is within a pass, has chosen its device
 
     def counts(self, depth: int = 2) -> bool:
-        """Whether the call of the product that has led here is not left out."""
+        """Return whether the call of the product that has led here is not left out."""
         site = site_of(sys._getframe(depth))
         self.reached.add(site)
         return site != self.left_out and not getattr(self._own, "blind", False)
@@ -152,7 +152,7 @@ class Device:
 
     @property
     def unseen(self) -> bool:
-        """Whether what this thread does now is known otherwise."""
+        """Return whether what this thread does now is known otherwise."""
         return getattr(self._own, "unseen", False)
 
     @contextlib.contextmanager
@@ -237,8 +237,8 @@ class _Operations(TorchDispatchMode):
 
 
 def _ddp_copies_back(operator: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether DDP writes to a gradient, at the end of a backward pass, the bits that the gradient has: nobody who reads
-    it meanwhile reads others."""
+    """Return whether DDP writes to a gradient, at the end of a backward pass, the bits that the gradient has: nobody
+    who reads it meanwhile reads others."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith((TORCH, __file__)):
         frame = frame.f_back
@@ -275,7 +275,7 @@ class Result(Future):  # type: ignore[type-arg]
         super().set_result(result)
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
-        """In a stream of its own, for which torch keeps the memory of the result."""
+        """Call back in a stream of its own, for which torch keeps the memory of the result."""
         stream, after = self._device.new(name="callback"), Result(self._device)
         take_over(stream.clock, self.clock)
         self._device.keep_all(_tensors(self.value()), stream)

@@ -13,7 +13,7 @@ Clock = dict[str, int]
 
 
 class Moment(NamedTuple):
-    """Of a stream or of a thread of the host."""
+    """A moment of a stream or of a thread of the host."""
 
     of: str
     number: int

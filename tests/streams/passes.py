@@ -47,7 +47,7 @@ def accesses(work: Pass) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def fields_of(record: object) -> Iterator[tuple[str, Any]]:
-    """Also those of the records that it has."""
+    """Yield a record's fields, and those of the records that it has."""
     for name, value in vars(record).items():
         if isinstance(value, Record) and not isinstance(value, (Messages, Pointers, Residual, LambState)):
             yield from fields_of(value)

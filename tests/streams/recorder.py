@@ -65,7 +65,7 @@ class Access(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """Of one storage."""
+    """The memory of one storage."""
 
     what: str
     made_in: Stream

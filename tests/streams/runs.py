@@ -46,7 +46,7 @@ def ranks() -> Iterator[None]:
 
 
 def faults_of(name: str, left_out: Site = NOWHERE) -> tuple[list[str], frozenset[Site]]:
-    """And the calls that the scenario comes to."""
+    """Return a scenario's faults, and the calls that it comes to."""
     with (
         warnings.catch_warnings(),
         mock.patch.dict(os.environ, ONEBIT_QUIET="1"),

@@ -167,7 +167,7 @@ def in_two_streams(device: Device, **options: Any) -> None:
 
 
 def in_two_branches(device: Device) -> None:
-    """Of a model whose branches run in two streams: neither one's backward pass waits for the other's. The first
+    """Train a model whose branches run in two streams: neither one's backward pass waits for the other's. The first
     gradient of a pass comes from the stream of the first chunk, and the last chunk is sent first."""
     one, two, other = net(), net(), device.new(name="other")
     params = [*two.parameters(), *one.parameters()]
@@ -193,8 +193,8 @@ def in_two_branches(device: Device) -> None:
 
 
 def _go_to(device: Device, stream: Stream, gradient: Tensor, after: Clock | None = None) -> None:
-    """As torch does from one function of a backward pass to the next. after: what comes before, if it is not what the
-    function that ran last did."""
+    """Go from one function of a backward pass to the next as torch does. after: what comes before, if it is not what
+    the function that ran last did."""
     take_over(stream.clock, after or device.recorder.current.clock)
     device.recorder.part(gradient).memory.kept_for.add(stream)
     device.recorder.current = stream

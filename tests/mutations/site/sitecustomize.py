@@ -1,4 +1,4 @@
-"""On PYTHONPATH while `python -m tests.mutations` records: what commands reach that a test starts."""
+"""Records what commands reach that a test starts, while `python -m tests.mutations` has this folder on PYTHONPATH."""
 
 import atexit
 import os

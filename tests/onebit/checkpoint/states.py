@@ -46,7 +46,7 @@ def checkpoint(params, optimizer):
 
 
 def resumed(case, state, values, of=None):
-    """As in a new process."""
+    """Resume as in a new process."""
     params = other_parameters(case)
     set_parameters(params, values)
     optimizer = case.build(params, of)
@@ -91,7 +91,8 @@ def denominator(v, eps, weight):
 
 
 def left_out(optimizer):
-    """Of a run that goes on: e / N and E of this rank, a float64 tensor a parameter, as they are in its memory."""
+    """Return what a run that goes on owes: e / N and E of this rank, a float64 tensor a parameter, as they are in its
+    memory."""
     (part,) = optimizer.run.state.parts
     exchange, found = part.reducer.exchange, []
     exchange.materialize()

@@ -137,7 +137,7 @@ def test_a_full_step_right_after_adamws_state_has_its_momentum(steps):
 
 @pytest.mark.parametrize("steps", [3, 20, 1000])
 def test_adamws_state_comes_back_as_it_was(steps):
-    """Also where the steps so far would weigh other than AdamW's."""
+    """It does, too, if the steps so far would weigh other than AdamW's."""
     optimizer, _, theirs = from_adamw(steps)
     own = onebit.adamw_state(optimizer.state_dict())["state"][0]
     assert not optimizer.compressing
@@ -205,7 +205,7 @@ MULTIPLIED = [
 
 @pytest.mark.parametrize(("kind", "options"), MULTIPLIED, ids=str)
 def test_adamw_goes_on_with_what_stage_2_multiplies(kind, options):
-    """And back again, in stage 1."""
+    """The way goes back again, in stage 1."""
     case = Case(kind, options={"freeze_step": 3, "betas": (0.8, 0.99), **options}, groups=TWO_GROUPS)
     (state, values), _ = run_ranks(2, states.save_run, case, 6)
     kept = snapshot(state)
@@ -258,7 +258,7 @@ def test_stage_1_goes_on_as_adamw_and_comes_back(kind):
 
 @pytest.mark.parametrize("each", [1, 2])
 def test_momentum_that_no_message_has_had_yet(each):
-    """After a full-precision step of 0/1 Adam it is in the residuals, times beta1."""
+    """It is in the residuals after a full-precision step of 0/1 Adam, times beta1."""
     case = Case("ZeroOneAdam", options={"var_update_scaler": 2}, each=each)
     (saved, _), *_ = run_ranks(2 * each, states.save_run, case, 5)
     (then, _), *_ = run_ranks(2 * each, states.save_run, case, 6)

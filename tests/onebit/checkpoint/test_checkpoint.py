@@ -164,7 +164,7 @@ def test_a_checkpoint_without_extra(tmp_path):
 
 
 def test_torch_need_not_tell_where_it_has_put_things(tmp_path, monkeypatch):
-    """Up to 2.12 the writer fills a copy of the metadata that `dcp.save` returns."""
+    """The writer of torch up to 2.12 fills a copy of the metadata that `dcp.save` returns."""
     finish = WRITER.finish
     monkeypatch.setattr(WRITER, "finish", lambda self, metadata, results: finish(self, replace(metadata), results))
     run, other = Run(CASE, 5), Run(CASE, 0)
@@ -177,7 +177,7 @@ def test_torch_need_not_tell_where_it_has_put_things(tmp_path, monkeypatch):
 
 
 def dies(module, name, *, after=False, only=None):
-    """Before the function or after it; `only` where it puts a file of that name in place."""
+    """Die before the function or after it, or `only` when it puts a file of that name in place."""
     original = getattr(module, name)
 
     def deadly(*args, **options):
@@ -289,7 +289,7 @@ FULL = (  # places of a save, and the rank where there is no space left
 
 @on_ranks(3)
 def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_checkpoint_before(rank, tmp_path):
-    """As on a disk that is full, at each of its places, or because of another model."""
+    """A disk is full, at each of its places, or the model is another."""
     run, other = Run(CASE, 4, rank, group()), Run(CASE, 0, rank, group())
     run.save(tmp_path)
     kept = run.all()

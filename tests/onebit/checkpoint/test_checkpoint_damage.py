@@ -104,7 +104,7 @@ def test_the_folder_of_a_runs_checkpoints_is_none_itself(saved):
 
 
 def test_another_manifest_is_refused(saved):
-    """Also with a checksum that fits."""
+    """It is refused even if its checksum fits."""
     whole = checkpoints.manifest(saved)
     for change, match in (
         ({"version": 0}, "version 0"),
@@ -244,8 +244,8 @@ def unsafe_loads(source):
 
 
 def test_every_load_of_the_repository_says_weights_only():
-    """But for the one above, and one of a whole model that a test has saved. No code but tests imports pickle, and the
-    cache of machine code: who can write there can write what runs in any case."""
+    """Two do not: the one above, and one of a whole model that a test has saved. No code but tests imports pickle, and
+    the cache of machine code: who can write there can write what runs in any case."""
     unsafe = []
     for layer in ("onebit", "kernels", "collectives", "perf", "examples", "tests"):
         for path in (ROOT / layer).rglob("*.py"):
@@ -275,7 +275,7 @@ def test_what_could_not_be_loaded_is_not_saved_and_numbers_of_numpy_are_numbers(
 
 
 def test_a_false_index_is_refused(saved):
-    """With checksums that fit: no room is made that the files could not fill, no file is read beyond its end."""
+    """Its checksums fit: no room is made that the files could not fill, no file is read beyond its end."""
     whole = checkpoints.index(saved)
     key = "optimizer.state.0.exp_avg_sq"
     piece = whole[key]["pieces"][0]

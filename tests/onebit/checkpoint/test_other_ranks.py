@@ -96,7 +96,8 @@ def momenta(rank, size, case):
 
 @pytest.mark.parametrize("which", SYNCHRONIZED)
 def test_synchronize_loses_nothing(which):
-    """Beside a simulation in float64, that adds up what every step has left out; and beside the memory of all ranks."""
+    """The states are held against a simulation in float64, that adds up what every step has left out, and the ranks'
+    memory."""
     kind, size, options, *nodes = SYNCHRONIZED[which]
     case = case_of(kind, options, nodes)
     ranks = run_ranks(size, momenta, case)
@@ -132,7 +133,7 @@ def around_a_full_step(rank, size, case):
 
 @pytest.mark.parametrize(("size", "each"), [(3, 1), (4, 2)])
 def test_a_full_step_sees_all_of_the_momentum(size, each):
-    """Of 0/1 Adam, right after `synchronize`. Then all of it is in the residual, and in no message."""
+    """The step is 0/1 Adam's, right after `synchronize`. Then all of it is in the residual, and in no message."""
     case = Case(Z, FIVE, options={"var_update_scaler": 2, "betas": (0.9, 0.99)}, each=each)
     first, second = zip(*run_ranks(size, around_a_full_step, case), strict=True)
     before, after = (meaning(one_of([state for state, _ in of]), case) for of in (first, second))
@@ -182,7 +183,7 @@ def without_synchronize(rank, size, case):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_state_without_synchronize_lacks_what_was_left_out_and_says_so(loss):
-    """Once, with the remedy. Momentum, and what steps divide by, are there."""
+    """It says so once, with the remedy. Momentum, and what steps divide by, are there."""
     kind, there, size = LOSSES[loss]
     case = case_of(kind, {}, ())
     saved = run_ranks(there, without_synchronize, case)
@@ -211,7 +212,7 @@ def test_one_process_alone_needs_no_synchronize(kind):
 
 @on_ranks(2)
 def test_ranks_that_loaded_different_states_are_refused_by_the_next_step(rank):
-    """Also in an optimizer whose ranks had agreed before."""
+    """It does not matter that the ranks had agreed before."""
     case = Case(options={"freeze_step": 3})
     params, optimizer = trained(case, rank, 5, group())
     optimizer.synchronize()
@@ -226,7 +227,7 @@ def test_ranks_that_loaded_different_states_are_refused_by_the_next_step(rank):
 
 @on_ranks(2)
 def test_residuals_come_along_into_another_memory_format(rank, tmp_path):
-    """As they were saved, loaded as they were, and loaded into channels_last: the same state."""
+    """The state is the same as it was saved, loaded as it was, and loaded into channels_last."""
     case, found = Case(shapes=((16, 8, 3, 3),), options={"freeze_step": 3}), []
     rows = (8, torch.contiguous_format), (0, torch.contiguous_format), (0, torch.channels_last)
     for steps, memory_format in rows:

@@ -171,7 +171,7 @@ ROWS = [(*row, errors) for table, errors in ((FOREIGN, ValueError), (DAMAGED, BO
     ids=[f"{' '.join(map(str, row[1]))}: {row[3]:.30}" for row in ROWS],
 )
 def test_what_no_run_leaves_behind_is_refused(whose, path, values, match, errors):
-    """In the stage it was saved in; a state of stage 2 in stage 1 too."""
+    """It is refused in the stage it was saved in; a state of stage 2 in stage 1 too."""
     for kind, steps in whose:
         for value in values:
             for here in sorted({2, steps}):

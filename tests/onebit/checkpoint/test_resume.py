@@ -51,7 +51,7 @@ RESUMES = [  # ranks, options, more of the case; test_contract.py has others
 @pytest.mark.parametrize(("kind", "size", "options", "more"), RESUMES, ids=str)
 @on_ranks()
 def test_a_resumed_run_is_the_uninterrupted_one(rank, size, kind, options, more):
-    """From the state of each step."""
+    """It may begin from the state of each step."""
     case = Case(kind, **{"steps": 9, **more, "options": {**FREEZE, **options}})
     return resumes(rank, size, case, tuple(range(1, case.steps)))
 
@@ -94,7 +94,7 @@ def test_saving_changes_nothing_and_states_load_before_parameters(rank, kind):
 
 
 def test_state_dict_hooks_run_in_order():
-    """And may change or wrap the state: what a post hook returns is what the caller gets."""
+    """They may change or wrap the state: what a post hook returns is what the caller gets."""
     _, optimizer = trained(Case("OneBitLamb", options=FREEZE), 0, 6)
     calls = []
 

@@ -58,7 +58,7 @@ def train(rank, net, optimizer, steps):
 
 
 def trained(rank, *args, **options):
-    """After SAVED steps, with one state."""
+    """Train SAVED steps and synchronize."""
     net, optimizer = made(*args, **options)
     train(rank, net, optimizer, range(SAVED))
     optimizer.synchronize()
@@ -66,7 +66,7 @@ def trained(rank, *args, **options):
 
 
 def tensors(optimizer):
-    """Of each parameter its state, whole."""
+    """Each parameter's state, whole."""
     with on_warnings("error"):
         state = optimizer.state_dict()["state"]
     return [{name: whole_of(value).clone() for name, value in own.items()} for own in state.values()]
@@ -115,7 +115,7 @@ def from_dcp(folder, net, optimizer):
 
 
 def by_name(rank, folder, steps):
-    """Into an optimizer that has as much by now."""
+    """Load into an optimizer that has as much by now."""
     mesh = mesh_of(2, 2)
     one, other = made(mesh), made(mesh, lr=1e-4)
     train(rank, *one, range(steps))
@@ -157,7 +157,7 @@ def of_the_other_replica(rank, net, optimizer, again, file):
 
 
 def of_whole_parameters(rank, folder):
-    """Into shards, and back into whole ones."""
+    """Load into shards, and back into whole ones."""
     net = with_head(WIDTH)
     optimizer = build("OneBitAdam", net.parameters(), **OPTIONS, reply=1)
     train(rank, net, optimizer, range(SAVED))
@@ -198,7 +198,7 @@ def ways_of(net, optimizer, file):
 
 
 def by_hand(rank, net, optimizer, from_0):
-    """As PyTorch's FSDP2 example loads one rank's file: it walks what the new optimizer has."""
+    """Load one rank's file as PyTorch's FSDP2 example does: it walks what the new optimizer has."""
     sent = [from_0]
     dist.broadcast_object_list(sent)
     (full,) = sent

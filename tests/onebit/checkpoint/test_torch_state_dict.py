@@ -64,7 +64,7 @@ def test_a_state_goes_on_bit_for_bit(rank, kind, name, steps, there, more):
 
 
 def to_rank_0(rank, size, case):
-    """As PyTorch's recipe writes one file: other ranks have nothing."""
+    """Save one file as PyTorch's recipe does: other ranks have nothing."""
     options = tools.StateDictOptions(full_state_dict=True, cpu_offload=True)
     params, optimizer = trained(case, rank, 6, group())
     optimizer.synchronize()
@@ -165,7 +165,7 @@ def test_what_is_saved_is_in_the_live_state_under_the_same_names(rank, kind, opt
 
 
 class App(Stateful):
-    """As PyTorch's tutorial has it."""
+    """The class of PyTorch's tutorial."""
 
     def __init__(self, model, optimizer, options):
         self.both, self.options = (model, optimizer), tools.StateDictOptions(**options)
@@ -180,14 +180,14 @@ class App(Stateful):
 
 
 def entries(how, params, optimizer):
-    """By names, as the option `how` has it, or the optimizer alone, whose parameters have numbers."""
+    """Name entries as the option `how` does, or the optimizer alone, whose parameters have numbers."""
     if how == "alone":
         return {"optimizer": optimizer}
     return {"app": App(Holder(params), optimizer, OPTIONS[how])}
 
 
 def seen(case, rank, params, optimizer, steps):
-    """As it is, and parameters three steps later."""
+    """Return the state, and parameters three steps later."""
     state, values = checkpoint(params, optimizer)
     run(case, rank, optimizer, params, steps + 1, steps + 3)
     assert all(torch.isfinite(p).all() for p in params)

@@ -18,7 +18,7 @@ def as_passes_have(eps: float) -> float:
 
 
 def roots(source: torch.Generator, least: float, most: float) -> torch.Tensor:
-    """Of all sizes alike."""
+    """Draw roots, all sizes alike."""
     exponents = torch.rand(MANY, generator=source, dtype=torch.float64) * (most - least) + least
     return 10**exponents
 
@@ -26,7 +26,7 @@ def roots(source: torch.Generator, least: float, most: float) -> torch.Tensor:
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-8, 1e-6, 1e-3, 1.0])
 @pytest.mark.parametrize("beta2", [0.0, 0.9, 0.999, 0.99999])
 def test_d_comes_back_bit_for_bit(eps: float, beta2: float) -> None:
-    """As the freeze computes it, of roots from far below eps to far above, whose v fp32 has in full; 0 stays 0."""
+    """The freeze computes it of roots from far below eps to far above, whose v fp32 has in full; 0 stays 0."""
     source = torch.Generator().manual_seed(0)
     for steps in STEPS:
         weight = (1 - beta2**steps) or 1.0
@@ -43,7 +43,7 @@ def test_d_comes_back_bit_for_bit(eps: float, beta2: float) -> None:
 
 @pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-3])
 def test_every_d_comes_back_bit_for_bit_near_a_power_of_two(eps: float) -> None:
-    """Where half of what a bit is worth is the least that it can be of d, and of v the most."""
+    """Half of what a bit is worth is there the least that it can be of d, and of v the most."""
     near = torch.arange(-20_000, 20_000, dtype=torch.int32)
     for power in (-30, -3, 0, 1, 7, 9):
         d = (torch.tensor(2.0**power).view(torch.int32) + near).view(torch.float32)

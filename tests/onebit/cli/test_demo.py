@@ -79,7 +79,7 @@ def test_a_link_is_paced_measured_and_judged(tmp_path, monkeypatch, capsys):
 
 
 def test_lamb_and_its_twin_in_the_background(tmp_path):
-    """With its standard input closed."""
+    """Its standard input is closed."""
     command = [*COMMAND, "--optimizer=lamb", "--steps=20", "--seed=3", f"--out={tmp_path / 'plot.png'}", "--link=none"]
     background = ["sh", "-c", '"$@" <&- & wait $!', "sh"] if os.name == "posix" else []
     result = subprocess.run([*background, *command], capture_output=True, text=True, timeout=HUNG)

@@ -97,7 +97,7 @@ def test_a_step_is_its_parts():
 
 
 def test_with_overlap_a_node_averages_one_chunk_while_another_is_on_the_network():
-    """Where backward takes no time, and hides nothing."""
+    """Backward takes no time, and hides nothing."""
     for chunks, less in ((1, False), (4, True)):
         both, none = (stage_2(replace(NODES, backward=0.0, overlap=o), SLOW, chunks).total for o in ("both", "none"))
         assert (both < 0.99 * none) is less and both < 1.01 * none

@@ -17,7 +17,8 @@ from tests.faults.striking import AndThen, Watched
 
 @dataclass(frozen=True)
 class Failure:
-    """before: nothing is sent. after: all has come, and what has come is overwritten, as by half of a message."""
+    """A collective that fails. before: nothing is sent. after: all has come, and is overwritten, as by half of a
+    message."""
 
     step: int
     phase: str

@@ -64,7 +64,7 @@ class Move:
 
     @property
     def kept(self) -> list[list[int]]:
-        """Of each rank now, the places of those whose residuals it goes on with."""
+        """The places of those whose residuals each rank goes on with."""
         kept = {rank: [place] for place, rank in enumerate(self.there) if rank in self.here}
         for place, heir in zip(self.leaving, itertools.cycle(kept.values()), strict=False):
             heir.append(place)
@@ -89,7 +89,7 @@ class Moved:
 
 
 def moved(move: Move) -> tuple[list[Moved], list[Moved]]:
-    """By the ranks before, and by those after."""
+    """Run a move. Returns what the ranks before had, and those after."""
     first = all(ranks == range(len(ranks)) for ranks in (move.there, move.here))
     found = run_ranks(max(len(move.there), len(move.here)) if first else MOST, work, move)
     return [found[rank] for rank in move.there], [found[rank] for rank in move.here]
@@ -165,7 +165,7 @@ def is_direct(case: Case, ranks: int) -> bool:
 
 
 def flat(layout: oracle.Layout, values: np.ndarray) -> np.ndarray:
-    """Of the elements of parameters alone, which lie the same in every layout."""
+    """Keep the elements of parameters alone, which lie the same in every layout."""
     return np.concatenate(layout.unflatten(values))
 
 

@@ -128,7 +128,7 @@ def _work(rank: int, following: Following) -> Found:
 
 
 def same_on_all(optimizer: Any) -> bytes:
-    """Of 0/1 Adam between two exchanges: the parameters after the last one."""
+    """The bits that all ranks share; of 0/1 Adam between two exchanges the parameters after the last one."""
     with optimizer.at_last_sync():
         params = [p for group in optimizer.param_groups for p in group["params"]]
         shared = [t for _, t in shared_tensors(optimizer.run)] if optimizer.synchronized else []
@@ -137,7 +137,7 @@ def same_on_all(optimizer: Any) -> bytes:
 
 @contextmanager
 def run_until_joined(rank: int, following: Following) -> Iterator[tuple[Any, Any]]:
-    """Up to the step after which the third joins, with rates as a schedule leaves them."""
+    """Run up to the step after which the third joins, with rates as a schedule leaves them."""
     case, world = following.case, transport_for(group(3))
     two = group_of(range(2), rank)
     params = case.parameters() if rank < 2 else other_parameters(case)
@@ -239,7 +239,7 @@ def test_the_thread_that_follows_chooses_its_device_first() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_that_follows_has_two_copies_at_most(dtype: torch.dtype) -> None:
-    """Of which one has no residuals; both have m, which the run has in messages alone."""
+    """One of them has no residuals; both have m, which the run has in messages alone."""
     numel = 2**18
     copy, most = run_ranks(2, follow_and_count, numel, dtype)
     assert copy < most < 2 * copy - 8 * numel + 2 * 4 * numel

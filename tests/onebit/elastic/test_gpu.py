@@ -33,7 +33,7 @@ CASES = [
 
 
 def three_two_three(rank: int, size: int, device: str, backend: str) -> list[tuple[bytes, list[np.ndarray]]]:
-    """Of each case the parameters at the end; the last rank is lost after step 6, a fresh one comes after step 9."""
+    """Return each case's parameters at the end; the last rank is lost after step 6, a fresh one comes after step 9."""
     if device == "cuda":
         os.environ |= {"NCCL_HOSTID": f"r{rank}", **NCCL}
         torch.cuda.set_device(0)

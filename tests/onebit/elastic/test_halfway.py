@@ -61,7 +61,7 @@ class Death:
 
     @property
     def has_frozen(self) -> bool:
-        """Whether some rank has begun stage 2, of which no step is taken in the end."""
+        """Return whether some rank has begun stage 2, of which no step is taken in the end."""
         first = self.options.get("freeze_step", 0) + 1
         begun = (each.step == first and each.phase != CHOOSING for each in self.failures.values())
         return self.taken == first - 1 and any(begun)
@@ -139,7 +139,7 @@ DEATHS = {
 
 
 def choose_chunks(setup: Setup, state: FlatState) -> int:
-    """As if two were faster for 16 bits."""
+    """Choose as if two were faster for 16 bits."""
     if setup.options.chunks == "auto":
         setup.topology.everyone.all_max(torch.zeros(1), CHOOSING)
         return 1 + (state.dtype != torch.float32)
@@ -179,7 +179,7 @@ SECOND_DEATHS = {
 
 @pytest.mark.parametrize("name", SECOND_DEATHS)
 def test_after_a_second_death_within_a_reform_the_next_one_goes_on(name: str) -> None:
-    """Where no rank had gone on, bit for bit as if the second had died with the first. A sync is not left out."""
+    """It is, if no rank had gone on, bit for bit as if the second had died with the first. A sync is not left out."""
     death = SECOND_DEATHS[name]
     found = run_ranks(4, die, death)[:2]
     for got, wanted in found:
@@ -271,7 +271,7 @@ def run(rank: int, death: Death, failure: Failure | None, failed: bool = False) 
 
 
 def take(case: Case, rank: int, optimizer: Any, params: Any, step: int) -> None:
-    """By autograd where messages leave in backward."""
+    """Take a step, by autograd if messages leave in backward."""
     if not case.options.get("overlap"):
         return runs.take(case, rank, optimizer, params, step)
     backward(case, rank, optimizer, params, step)
@@ -309,7 +309,7 @@ ENDS = [
 def test_an_exchange_after_local_steps_is_ended_by_the_new_group_or_with_the_replies_of_the_old_one(
     rank: int, called: bool, failing: int, skip: int, last_dtype: str
 ) -> None:
-    """Of a sync, or of synchronize. The first: as if the step had been a local one, after which the new group
+    """A sync ends, or synchronize. The first: as if the step had been a local one, after which the new group
     synchronises at once. failing: of the ranks that stay, how many; with one the other has ended the exchange."""
     case, found, at = Case(Z, SHAPES, options=SYNC, last_dtype=last_dtype), [], 14 if called else 15
     for dies in (True, False):

@@ -103,7 +103,7 @@ def wake(rank: int, size: int) -> int:
 
 
 def become_fewer(rank: int, size: int) -> int:
-    """Of five one dies, and another one stops before the others have made their group; then one more dies of three."""
+    """Lose one of five, and another one that stops before the others have made their group; then one more of three."""
     heart = onebit.Heartbeat(silent_after=SILENT)
     dist.barrier()
     if rank in (0, 3):

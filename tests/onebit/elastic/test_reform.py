@@ -120,7 +120,7 @@ def test_what_is_owed_stays_and_all_else_has_the_same_bits(name: str) -> None:
 
 
 def check_parameters(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> None:
-    """As they were. A rank that joins has what all had after the last exchange."""
+    """Check that parameters are as they were. A rank that joins has what all had after the last exchange."""
     for own in now:
         if own.before is not None:
             assert own.later[0].bits == own.before.bits
@@ -134,7 +134,7 @@ def check_parameters(move: Move, old: Sequence[Moved], now: Sequence[Moved]) -> 
 
 
 def moved_alone(old: Sequence[Moved]) -> bool:
-    """Whether ranks had taken local steps since the last exchange."""
+    """Return whether ranks had taken local steps since the last exchange."""
     first = old[0].before
     assert first is not None
     return bool(first.fields.get("taken", 0))
@@ -280,7 +280,7 @@ class Counting(Watched):
 @pytest.mark.parametrize("in_good_order", [False, True])
 @on_ranks(3)
 def test_ranks_that_stay_send_no_state(rank: int, in_good_order: bool) -> None:
-    """To anyone, where nobody joins; all that ranks compare has some kilobytes."""
+    """Nobody joins, and nobody is sent any; all that ranks compare has some kilobytes."""
     own = Case(A, ((40000,),), options={"freeze_step": 3})
     params, optimizer = own.made(group(3))
     for step in range(1, 7):

@@ -47,7 +47,7 @@ def joins(**changes: Any) -> Callable[[int], Made]:
 
 
 def another_compress(rank: int) -> Made:
-    """In stage 1: in stage 2 the state would tell."""
+    """Make it in stage 1: in stage 2 the state would tell."""
     case, ranks = CASE.but(options={"freeze_step": 30}), group(2) if rank < 2 else ALONE
     return trained(case.but(groups=({}, {"lr": 3e-3, "compress": rank < 2})), rank, 5 * (rank < 2), ranks)
 
@@ -200,7 +200,7 @@ def leave_twice(rank: int, size: int, wrong: Any) -> bytes:
 
 
 def test_ranks_leave_before_the_first_step() -> None:
-    """As if they had not been there."""
+    """It is as if they had not been there."""
     found = run_ranks(3, leave_at_once)[:2]
     assert found[0] == found[1]
 

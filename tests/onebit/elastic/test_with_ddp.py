@@ -30,7 +30,7 @@ def test_ddp_over_the_new_group_averages_in_stage_1_and_leaves_gradients_local_a
 
 
 def train(rank: int, size: int, there: int, here: int, overlap: bool, at: int) -> Any:
-    """After the reform: gradients of the first step and of the last one, and parameters."""
+    """Train. Returns gradients of the first step after the reform and of the last one, and parameters."""
     warnings.simplefilter("ignore", UserWarning)
     plain, now = ddp.net(), there if rank < there else here
     optimizer: Any = onebit.OneBitAdam(

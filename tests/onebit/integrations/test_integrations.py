@@ -77,7 +77,7 @@ def optimizer_and_schedule(kind: str, model: nn.Module, steps: int = LAST) -> tu
 
 
 def ended(optimizer: Any, model: nn.Module) -> bytes:
-    """Of all ranks the same."""
+    """Bits of the parameters at the end, the same on all ranks."""
     optimizer.synchronize()
     return bits(model.parameters())
 
@@ -186,7 +186,7 @@ def by_lightning(kind: str, folder: str, resume: str | None = None, stops: bool 
 
 
 def warns_of_clipping() -> list[bool]:
-    """Of Lightning's own, and where the module clips with the optimizer's own method."""
+    """Return whether Lightning's own clipping warns, and a module's that clips with the optimizer's own method."""
     from lightning.pytorch import LightningModule, Trainer
 
     from onebit.integrations import lightning

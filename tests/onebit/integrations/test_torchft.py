@@ -86,7 +86,7 @@ def train(rank: int, size: int, kind: str, how: str, address: str, folder: Path)
 
 
 def by_reform(rank: int, size: int, kind: str, how: str, changes: Changes) -> bytes | None:
-    """Without torchft, in one group."""
+    """Run without torchft, in one group."""
     warnings.simplefilter("ignore", UserWarning)
     case, (_, (lost, _), (back, _)) = case_of(kind), changes
     newcomer = NEWCOMER if how == "kill" else VICTIM

@@ -27,7 +27,7 @@ def options(case: Any, **more: Any) -> Any:
 
 
 def started(case: Case, steps: int, rank: int = 0, size: int = 1) -> tuple[list[nn.Parameter], Any]:
-    """After so many steps."""
+    """Build an optimizer and take so many steps."""
     params, optimizer = case.made(group_or_none(size))
     run(case, rank, optimizer, params, 1, steps)
     return params, optimizer
@@ -48,8 +48,8 @@ def backward(case: Case, rank: int, optimizer: Any, params: list[nn.Parameter], 
 
 
 def skips(rank: int, size: int, case: Case, tries: tuple[tuple[int, int, float], ...]) -> bytes:
-    """Before each of some steps, (step, rank, value), that rank's gradient has a value that is not finite: the step is
-    not taken, nothing changes, and the run is one that never saw it."""
+    """Skip some steps, (step, rank, value), before which that rank's gradient has a value that is not finite: the step
+    is not taken, nothing changes, and the run is one that never saw it."""
     (params, optimizer), before = started(case, 0, rank, size), {step: of for step, *of in tries}
     for step in range(1, case.steps + 1):
         if step in before:
@@ -97,9 +97,9 @@ def memory(optimizer: Any) -> Any:
 
 
 def resumes(rank: int, size: int, case: Case, stops: tuple[int, ...], states: bool = True) -> bytes:
-    """After each of these steps ranks synchronize, and have one state. All load what rank 0 has written to a file: the
-    same state at once, and the same run to its end. Skipped steps (`case.bad`) are part of it. states: whether states
-    are compared; a load clears what a mask holds."""
+    """Synchronize after each of these steps, so that ranks have one state. All load what rank 0 has written to a file:
+    the same state at once, and the same run to its end. Skipped steps (`case.bad`) are part of it. states: whether
+    states are compared; a load clears what a mask holds."""
     with on_warnings("ignore", message="elements without a variance"):
         (params, optimizer), files = started(case, 0, rank, size), {}
         for step in range(1, case.steps + 1):
@@ -173,7 +173,8 @@ def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
 
 
 def scales(rank: int, size: int, case: Case, unscale: bool) -> tuple[bytes, list[float]]:
-    """With a GradScaler every step is the one without. Also the rank's scales; powers of 2, which change no bit."""
+    """Compare every step with a GradScaler to the one without. Also returns the rank's scales; powers of 2, which
+    change no bit."""
     (params, optimizer), (plain, other) = (started(case, 0, rank, size) for _ in range(2))
     scaler, found = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4), []
     scaler.scale(torch.zeros(()))
@@ -193,7 +194,7 @@ def scales(rank: int, size: int, case: Case, unscale: bool) -> tuple[bytes, list
 
 
 def _squares(case: Case, size: int, step: int, averaged: list[bool]) -> float:
-    """Of the averaged gradient where it is averaged, elsewhere the mean of the ranks'."""
+    """The square of the averaged gradient where it is averaged, elsewhere the mean of the ranks' squares."""
     nodes = [case.node_gradients(node, step) for node in range(size // case.each)]
     square = 0.0
     for mean, of in zip(averaged, zip(*nodes, strict=True), strict=True):

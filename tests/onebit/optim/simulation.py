@@ -70,12 +70,12 @@ def on_ranks(size, work, *args):
 
 
 def group_or_none(size):
-    """Of the ranks that work, also of one alone; None in this process."""
+    """The group of the ranks that work, also of one alone; None in this process."""
     return group() if size > 1 or torch.distributed.is_initialized() else None
 
 
 def hypers(case):
-    """Of every parameter, in the order of `case.shapes`."""
+    """Hyper-parameters of every parameter, in the order of `case.shapes`."""
     known = {**HYPERS, **{k: v for k, v in case.options.items() if k in HYPERS}}
     return [{**known, **case.groups[case.group_of(p)]} for p in range(len(case.shapes))]
 
@@ -91,7 +91,7 @@ def averaged(case, ranks, step):
 
 
 def assert_close(got, want, before, what, half_place=0.0):
-    """To the rounding of a step from `before`. half_place: of a dtype in which the result is stored."""
+    """Compare to the rounding of a step from `before`. half_place: of a dtype in which the result is stored."""
     for p, (a, b, x) in enumerate(zip(got, want, before, strict=True)):
         off, size = np.abs(a - b), np.abs(x) + np.abs(b - x) + np.abs(b)
         allowed = CLOSE * size + half_place * np.abs(b) + 1e-12
@@ -197,7 +197,7 @@ class Simulation:
         return [arrays[p] for p in self.case.order]
 
     def gradients(self, step):
-        """Of every rank."""
+        """Every rank's gradients."""
         own = [self.ordered(self.case.node_gradients(rank, step)) for rank in range(self.ranks)]
         return [[None if g is None else g.double().numpy() for g in gradients] for gradients in own]
 
@@ -205,7 +205,7 @@ class Simulation:
         return [part.reshape(s) for part, s in zip(self.layout.unflatten(flat), self.shapes, strict=True)]
 
     def flat(self, values):
-        """Of one number a parameter."""
+        """Fill the flat space with one number a parameter."""
         return self.layout.flatten([np.full(shape, value) for shape, value in zip(self.shapes, values, strict=True)])
 
     @property
@@ -215,7 +215,7 @@ class Simulation:
 
     @property
     def half_place(self):
-        """Of a parameter that has no copy in fp32."""
+        """Half a place of a parameter that has no copy in fp32."""
         return 0.0 if self.case.options.get("master_weights", True) else HALF_PLACE[self.case.dtype]
 
     def full_step(self, step, mean):
@@ -247,7 +247,7 @@ class Simulation:
         self.all_reduce.counted = self.live
 
     def set_to(self, now):
-        """Where the ranks are after a step."""
+        """Go to where the ranks are after a step."""
         first = now[0]
         self.x = first.x
         self.remember_usual(first)
@@ -268,7 +268,7 @@ class Simulation:
         return self.shaped(np.where(self.live, now.m / self.gamma, 0.0))
 
     def sizes(self, step):
-        """Of what is added up to make c, for every rank."""
+        """The sizes of what is added up to make c, for every rank."""
         m = [np.abs(part) for part in self.m]
         gradients = [[None if g is None else np.abs(g) for g in own] for own in self.gradients(step)]
         ys = [self.layout.flatten(oracle.local_momentum(own, m, self.hypers)) for own in gradients]
@@ -279,7 +279,8 @@ class Simulation:
         self.m = oracle.averaged_momentum(self.gradients(step), self.m, self.hypers, self.all_reduce, self.gammas)
 
     def check_step(self, now, step):
-        """Whether what ranks have exchanged could be compared; None where they have exchanged nothing."""
+        """Check a step. Returns whether what ranks have exchanged could be compared; None if they have exchanged
+        nothing."""
         if step <= self.freeze_step:
             self.check_full(now[0], step)
             return None
@@ -335,7 +336,7 @@ class Simulation:
         return [f * part for f, part in zip(factors, m, strict=True)]
 
     def limits(self):
-        """Of the length of a step, and of one that is left as it is."""
+        """The limits of the length of a step, and of one that is left as it is."""
         if self.limit != "auto":
             return self.limit, self.limit
         limit = np.maximum(0.25, self.longest * np.abs(self.coming_usual))

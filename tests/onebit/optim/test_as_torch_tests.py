@@ -30,7 +30,7 @@ GROUPS = ({}, {"lr": 3e-3, "weight_decay": 0.1})
 
 
 def started(case: Case) -> Run:
-    """After `START` steps, in the stage that is to be tested."""
+    """Take `START` steps: the run is in the stage that is to be tested."""
     trained = Run(case, START)
     assert trained.optimizer.compressing == (case.options["freeze_step"] < START)
     return trained
@@ -208,7 +208,7 @@ def test_rates_and_betas_that_are_tensors(case: Case) -> None:
 @both
 @pytest.mark.parametrize("change", [{"lr": 1e-3}, {"weight_decay": 0.3}, {"eps": 1e-3}, {"betas": [0.5, 0.9]}], ids=str)
 def test_what_is_written_to_a_group_holds_from_the_next_step_on(case: Case, change: dict[str, Any]) -> None:
-    """As in a new optimizer that was built with it. 1-bit Adam has frozen what eps is in."""
+    """The optimizer goes on as a new one that was built with it. 1-bit Adam has frozen what eps is in."""
     case = case.but(groups=GROUPS)
     changed, plain = started(case), started(case)
     plain.optimizer.synchronize()  # as `state_dict` does

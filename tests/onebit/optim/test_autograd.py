@@ -10,7 +10,7 @@ from tests.ranks import group
 
 
 def stale(net, change):
-    """Whether autograd refuses to go through what was computed before the change."""
+    """Return whether autograd refuses to go through what was computed before the change."""
     x = torch.ones(4, 8, requires_grad=True)
     loss = net(x).square().sum()
     torch.autograd.grad(loss, x, retain_graph=True)

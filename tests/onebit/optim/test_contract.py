@@ -125,7 +125,7 @@ SCALES = {  # the case, whether gradients are unscaled before the step, and the 
 
 @pytest.mark.parametrize("name", SCALES)
 def test_scaled_gradients_train_as_others_and_ranks_back_off_together(name: str) -> None:
-    """But for a local step, which a rank leaves out by itself."""
+    """A local step is the exception, which a rank leaves out by itself."""
     case, unscale, alone = SCALES[name]
     found = run_ranks(2, scales, case, unscale)
     for rank, (end, seen) in enumerate(found):

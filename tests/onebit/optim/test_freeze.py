@@ -1,5 +1,5 @@
-"""When stage 1 ends: the rule against the variance that the optimizer shows, on all ranks at once, and the log. Of LAMB
-the coefficients that it needs, and its own rule."""
+"""The end of stage 1: the rule against the variance that the optimizer shows, on all ranks at once, and the log. Of
+LAMB the coefficients that it needs, and its own rule."""
 
 import math
 import warnings
@@ -98,8 +98,8 @@ def ratio(norms, step, window):
 
 
 def assert_frozen_by(found, window, values, is_stable, rel=1e-6):
-    """At the first step t >= 2D whose value is stable. values: None, or what freeze_ratio shows of it one step later,
-    since no step waits for the device."""
+    """Stage 1 ends at the first step t >= 2D whose value is stable. values: None, or what freeze_ratio shows of it one
+    step later, since no step waits for the device."""
     assert found.frozen is not None, "stage 1 did not end: the test shows nothing"
     assert found.frozen == next(t for t in range(2 * window, len(values) + 1) if is_stable(values[t - 1]))
     for shown, expected in zip(found.ratios, [None, *values], strict=False):
@@ -107,7 +107,7 @@ def assert_frozen_by(found, window, values, is_stable, rel=1e-6):
 
 
 def assert_frozen_by_the_rule(found, window, threshold=0.96):
-    """Of all ranks."""
+    """All ranks freeze by the rule, and end alike."""
     for each in found:
         values = [ratio(each.measured, step, window) for step in range(1, len(each.measured) + 1)]
         assert_frozen_by(each, window, values, lambda r: min(r, 1 / r) >= threshold, 1e-5)
@@ -152,7 +152,7 @@ def test_three_ranks_and_groups_with_a_window_each_and_what_rank_0_logs():
 
 
 def test_a_variance_that_grows_from_zero_is_not_frozen():
-    """Without bias correction vhat is v, which has reached 0.87 of its size after 2D steps."""
+    """vhat is v without bias correction, which has reached 0.87 of its size after 2D steps."""
     found = traced(0, 1, options(STEADY.but(shapes=((4000,),)), bias_correction=False))
     q = next(t for t in range(1000) if (1 - 0.95**t) / (1 - 0.95 ** (t + WINDOW)) >= 0.96) + WINDOW  # of its mean: 75
     assert abs(found.frozen - q) <= 5
@@ -258,7 +258,7 @@ def test_a_variance_far_below_the_others_is_floored(kind: str, floor: float) -> 
 
 
 def test_coefficients_are_averaged_from_where_lamb_began():
-    """After 5 steps of AdamW: 3 of LAMB, and stage 2."""
+    """There are 5 steps of AdamW, then 3 of LAMB, and stage 2."""
     case = Sized(x_sizes=(0.1,) * 4, options={"freeze_step": 8})
     (params, optimizer), state = started(case, 0), adamw_state(case, 5, 1e-2, weight_decay=0.0)
     optimizer.load_state_dict(state)
@@ -276,8 +276,8 @@ def test_coefficients_are_averaged_from_where_lamb_began():
 
 @dataclass(frozen=True)
 class Growing(Sized):
-    """With lr = 0: parameters that are multiplied by `1 + growth` after each step up to `until`. The coefficients
-    follow, since the other norm hardly changes."""
+    """A case with lr = 0: parameters that are multiplied by `1 + growth` after each step up to `until`. The
+    coefficients follow, since the other norm hardly changes."""
 
     growth: tuple[float, ...] = ()
     until: tuple[int, ...] = ()

@@ -93,7 +93,7 @@ def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
 
 
 def test_a_local_step_after_one_that_was_left_out_has_a_limit_too() -> None:
-    """And numbers that fp32 does not hold make no parameter NaN."""
+    """Numbers that fp32 does not hold make no parameter NaN."""
     p = nn.Parameter(torch.zeros(200))
     schedule = {"var_freeze_step": 6, "local_step_scaler": 4, "local_step_clipper": 4}
     optimizer, source = onebit.ZeroOneAdam([p], lr=1.0, **schedule), torch.Generator().manual_seed(0)

@@ -120,7 +120,7 @@ def test_skipped_steps_and_states_know_nothing_of_it(kind: str) -> None:
 @pytest.mark.parametrize("saved_after", [3, 8])
 @kinds
 def test_a_state_from_elsewhere_does_not_move_it(kind: str, saved_after: int) -> None:
-    """Of stage 1 or 2. What was left out of messages there is in no message here."""
+    """The state is of stage 1 or 2. What was left out of messages there is in no message here."""
     case, first = CASE.but(kind=kind), CASE.parameters()
     _, whole = started(Case(kind, SHAPES, options=case.options), saved_after)
     params, masked = started(case, 0)

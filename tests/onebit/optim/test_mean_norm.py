@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def batch(step: int, rank: int, samples: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a function, with noise as large as the function."""
+    """Samples of a function, with noise as large as the function."""
     source, of_function = torch.Generator().manual_seed(1000 * step + rank), torch.Generator().manual_seed(7)
     x, w = torch.randn(samples, 16, generator=source), torch.randn(16, 4, generator=of_function)
     return x, torch.tanh(x @ w) + torch.randn(samples, 4, generator=source)

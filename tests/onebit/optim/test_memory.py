@@ -123,7 +123,7 @@ def test_elastic_keeps_residuals_and_messages_once_more(reply: Any, residuals: f
 
 
 def part_of(kind: str, numels: list[int], **options: object) -> Any:
-    """After the first steps."""
+    """Take the first steps and return the part."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.ones(n)) for n in numels]
     optimizer = build(kind, params, freeze_step=1, **options)

@@ -188,7 +188,7 @@ def recorded(rank: int, size: int, case: Case) -> list[tuple[Any, list[Tensor]]]
 
 
 def assert_near(found: list[Any], expected: list[Any], start: list[Tensor]) -> None:
-    """To a thousandth of the way."""
+    """Compare to a thousandth of the way."""
     for p, q, x in zip(found, expected, start, strict=True):
         assert float((p - q).detach().abs().max()) <= 1e-3 * float((q - x).detach().abs().max())
 
@@ -196,7 +196,8 @@ def assert_near(found: list[Any], expected: list[Any], start: list[Tensor]) -> N
 @pytest.mark.parametrize(("kind", "reply"), [("OneBitAdam", 1), ("OneBitLamb", "direct"), ("ZeroOneAdam", 1)])
 @pytest.mark.filterwarnings("ignore:onebit. elements without a variance")
 def test_a_state_loads_element_for_element(kind: str, reply: Any) -> None:
-    """In stage 1, at its end and later. One block a parameter: what compression leaves out is the same in any order."""
+    """It does in stage 1, at its end and later. One block a parameter: what compression leaves out is the same in any
+    order."""
     untouched = ((0, 2, 99), (2, 3, 99))  # elements without a variance
     own = {"freeze_step": 3, "block_size": 512, "zero_variance": "hold", "reply": reply}
     case = CASE.but(kind=kind, options=own, untouched=untouched, steps=10)
@@ -238,8 +239,8 @@ FLAT, FULL = {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}
 @pytest.mark.parametrize(("tool", "was"), [({}, False), (FLAT, True), (FULL, True), (None, False), (None, True)])
 @on_ranks(2)
 def test_torchs_tools_carry_a_state_to_another_memory_format(rank: int, tool: Any, was: bool, tmp_path: Path) -> None:
-    """Into a net of the other memory format, whose optimizer is in stage 2 too: by torch's tools, which are
-    torch.distributed.checkpoint (None) and others, and without them."""
+    """The net has the other memory format, and its optimizer is in stage 2 too. torch's tools, which are
+    torch.distributed.checkpoint (None) and others, carry the state; a load without them does it, too."""
     case = options(CASE.but(kind="OneBitLamb"), freeze_step=2, reply="direct")
 
     def after(steps: int, permuted: bool) -> tuple[Any, Any]:

@@ -63,7 +63,7 @@ OF_KIND = {"OneBitAdam": WRONG, "OneBitLamb": WRONG_OF_LAMB, "ZeroOneAdam": WRON
 
 @pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind, rows in OF_KIND.items() for row in rows])
 def test_a_wrong_option_is_refused_at_once(kind, row):
-    """Of a param group too, where it is one of a group's."""
+    """A param group's is refused, too, if it is one of a group's."""
     name, values, *parts = row
     first, second = parameters((3,), (4,))
     for value in values:
@@ -129,7 +129,8 @@ NUMBERS = {
 
 @kinds
 def test_numbers_of_numpy_are_numbers(kind):
-    """In what ranks compare as JSON, and in a state that torch.load(weights_only=True) is to read."""
+    """They become numbers in what ranks compare as JSON, and in a state that torch.load(weights_only=True) is to
+    read."""
     numbers, found = NUMBERS[kind], []
     of_numpy = {name: (np.float32 if isinstance(v, float) else np.int64)(v) for name, v in numbers.items()}
     for own in (numbers, of_numpy):

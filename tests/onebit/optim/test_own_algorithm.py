@@ -88,7 +88,7 @@ def expected(case: Case, ranks: int) -> list[list[np.ndarray]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_both_stages_are_those_of_the_equations(size: int) -> None:
-    """Until a sign of a value near 0 falls the other way in fp32, which these steps do not meet."""
+    """They are until a sign of a value near 0 falls the other way in fp32, which these steps do not meet."""
     case = CASE.but(steps=7)
     for found in run_ranks(size, record_run, case):
         for after, want in zip(found, expected(case, size), strict=True):

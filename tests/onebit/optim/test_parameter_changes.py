@@ -17,7 +17,7 @@ SHAPES = ((7, 9), (33,))
 
 
 def step_refused(optimizer, params, error, *parts):
-    """And nothing has changed."""
+    """A step is refused, and nothing has changed."""
     before = bits(params)
     with refused(error, *parts):
         optimizer.step()
@@ -26,7 +26,7 @@ def step_refused(optimizer, params, error, *parts):
 
 @pytest.mark.parametrize(("moment", "freeze_step", "last"), [(1, "auto", 10), (5, 7, 7)])
 def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, freeze_step, last):
-    """As AdamW, which counts each parameter's steps by itself: here the gradients before were zero."""
+    """AdamW counts each parameter's steps by itself: here the gradients before were zero."""
     case = Case(shapes=(*SHAPES, (130,)))
     params, theirs = case.parameters(), case.parameters()
     own = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -196,7 +196,7 @@ def test_sparse_gradients_are_refused(rank):
 @pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
 @on_ranks(2)
 def test_groups_that_are_frozen(rank, kind):
-    """Where nothing trains a step does nothing, as torch's optimizers; and it is no other run when the rest does. Here
+    """A step does nothing while nothing trains, as torch's optimizers; and it is no other run when the rest does. Here
     the first group, all of them until the third step, and at last of one rank alone."""
     params, twins, late = (parameters((4, 3), (7,)) for _ in range(3))
     first = [p.requires_grad_(False) for p in parameters((3, 2), (5,))]
@@ -263,7 +263,7 @@ def test_the_model_of_a_rank_that_joins_may_have_moved(rank):
 
 
 def test_a_state_that_is_there_moves_with_a_load():
-    """As accelerate moves it."""
+    """Accelerate moves it so."""
     case = Case(shapes=SHAPES, steps=6, options={"freeze_step": 3, "block_size": 32})
     params, others = case.parameters(), case.parameters()
     optimizer, twin = case.build(params), case.build(others)
@@ -312,7 +312,7 @@ def test_a_move_that_is_not_possible_changes_nothing():
 
 
 def move(params, to):
-    """As Module.to does."""
+    """Move parameters as Module.to does."""
     for p, there in zip(params, to, strict=True):
         p.grad = None
         torch.utils.swap_tensors(p, there)

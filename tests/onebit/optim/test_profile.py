@@ -14,7 +14,7 @@ WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
 
 
 def operations(rank: int, size: int, case: Case, steps: range) -> dict[int, tuple[str, dict[str, int]]]:
-    """Of each of these steps its kind, and how often which operation ran."""
+    """Return each of these steps' kind, and how often which operation ran."""
     (params, optimizer), found = started(case, steps[0] - 1, rank, size), {}
     for step in steps:
         give(case, params, step, rank)

@@ -10,7 +10,7 @@ from tests.ranks import group
 
 
 def error_of_the_first_step(rank, kind, which, own):
-    """Of this rank, where rank `which` is given other options (`own`) or parameters."""
+    """Return this rank's error if rank `which` is given other options (`own`) or parameters."""
     own = dict(own) if rank == which else {}
     group_of_the_last = own.pop("group", {})
     params = parameters(*own.pop("shapes", ((33,), (7, 9))))

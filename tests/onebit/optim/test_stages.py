@@ -88,7 +88,7 @@ def test_every_step_equals_the_simulation(name):
 
 
 def test_limits_of_steps_are_the_simulations():
-    """Also where no step of these runs is between them."""
+    """They are the same even if no step of these runs is between them."""
     for kind, of in OF.items():
         algorithm = build(kind).setup.algorithm
         assert (algorithm.shortened_to, algorithm.trusted_step) == (of.longest, of.trusted)
@@ -96,7 +96,7 @@ def test_limits_of_steps_are_the_simulations():
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "float32"), (3, "float32"), (2, "bfloat16")])
 def test_stage_1_is_adamw(ranks, dtype):
-    """In float64, on the averaged gradients. A gradient that is None counts as zero."""
+    """AdamW runs in float64, on the averaged gradients. A gradient that is None counts as zero."""
     case = options(ADAM.but(steps=50, dtype=dtype, missing=sim.MISSING), freeze_step=50, weight_decay=0.05)
     params = [nn.Parameter(p.detach().double()) for p in case.parameters()]
     adamw = torch.optim.AdamW([{"params": [p], **h} for p, h in zip(params, sim.hypers(case), strict=True)])

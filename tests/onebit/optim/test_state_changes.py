@@ -20,7 +20,7 @@ CASE = Case(options={"freeze_step": 50, "weight_decay": 0.1})
 
 
 def adamw() -> tuple[list[nn.Parameter], Any]:
-    """As 1-bit Adam of the case, after four steps."""
+    """Train AdamW four steps as 1-bit Adam of the case does."""
     theirs = CASE.parameters()
     optimizer = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
     run(CASE, 0, optimizer, theirs, 1, 4)
@@ -33,7 +33,7 @@ def assign_other_moments(o: Any, params: list[nn.Parameter]) -> None:
 
 
 def copies(o: Any, params: list[nn.Parameter]) -> None:
-    """As tools do that bring state to a device."""
+    """Put copies into the state, as tools do that bring state to a device."""
     for p in params:
         o.state[p] = {name: value.clone() for name, value in o.state[p].items()}
 

@@ -58,7 +58,7 @@ def test_gradients_dropped_or_changed_after_a_clip_are_averaged_anew_and_not_cli
 
 @on_ranks(4)
 def test_gradients_of_a_node_that_are_changed_after_a_clip_are_an_error(rank: int) -> None:
-    """With two levels a rank's gradient is the node's mean in its slice alone: it can't be averaged again."""
+    """A rank's gradient with two levels is the node's mean in its slice alone: it can't be averaged again."""
     case = Case(each=2, options={"freeze_step": 2})
     params, optimizer = started(case, 3, rank, 4)
     give(case, params, 4, rank)
@@ -70,7 +70,7 @@ def test_gradients_of_a_node_that_are_changed_after_a_clip_are_an_error(rank: in
 
 @kinds
 def test_clipping_does_not_hide_gradients_that_are_not_finite(kind: str) -> None:
-    """Nor does it those that were changed after it."""
+    """It does not hide those that were changed after it either."""
     case = Case(kind, options={"freeze_step": 1})
     for after in (False, True):
         params, optimizer = started(case, 1)

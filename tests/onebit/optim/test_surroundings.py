@@ -170,7 +170,7 @@ def test_what_is_written_between_two_steps_is_kept_whatever_comes_between(kind: 
 @kinds
 @on_ranks(2)
 def test_a_model_of_two_dtypes_is_two_models(rank: int, kind: str) -> bytes:
-    """In one optimizer, and in one for each."""
+    """They train in one optimizer, and in one for each."""
     cases = [Case(kind, ((40, 3), (5,)), dtype=d, options={"freeze_step": 4}) for d in ("float32", "bfloat16")]
     ends = []
     for together in (True, False):
@@ -254,8 +254,8 @@ EARLY = Case(options={"freeze_step": 1, "overlap": True}, shapes=((70,), (33,)))
 
 @on_ranks(2, once=True)
 def test_an_optimizer_that_was_dropped_leaves_nothing_behind(rank):
-    """Neither threads nor files. Some have messages on their way, on one rank alone or on both; the next one is right
-    all the same."""
+    """No threads and no files are left. Some have messages on their way, on one rank alone or on both; the next one is
+    right all the same."""
     ends, counts = set(), []
     for in_flight in ((0,), (0, 1), (), (), (), ()):
         params, optimizer = started(EARLY, 0, rank, 2)

@@ -117,7 +117,7 @@ def test_a_state_of_another_choice_is_for_stage_1_alone(rank: int, kind: str) ->
 
 @on_ranks(2)
 def test_the_report_counts_what_they_send_and_the_watch_looks_at_them(rank: int) -> None:
-    """Of two ranks an all-reduce sends 4 B an element."""
+    """An all-reduce of two ranks sends 4 B an element."""
     case = options(CASE, check_every=11)
     params, optimizer = started(case, 10, rank, 2)
     sent = optimizer.report().sent - optimizer.wire_bytes
@@ -160,7 +160,7 @@ def test_groups_that_cannot_be() -> None:
 
 @kinds
 def test_a_group_that_is_switched(kind: str) -> None:
-    """In stage 1 it holds from the next step on, with the moments there are; later it is an error."""
+    """A switch in stage 1 holds from the next step on, with the moments there are; later it is an error."""
     case = CASE.but(kind=kind)
     params, others = case.parameters(), case.parameters()
     optimizer, always = case.but(groups=({}, {})).build(params), case.build(others)

@@ -1,4 +1,4 @@
-"""Within DDP, whose hook averages, a net ends where it ends without: with gradients that are accumulated, clipped,
+"""A net within DDP, whose hook averages, ends where it ends without: with gradients that are accumulated, clipped,
 rounded to 16 bits for the network, or scaled by a GradScaler."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ ROWS = {  # ranks, whether within DDP, the net
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_net_ends_where_it_ends_without(name: str) -> None:
-    """To the last bit, where two ranks average in fp32: their mean is the same, whoever adds. Rounded means change
+    """It does to the last bit if two ranks average in fp32: their mean is the same, whoever adds. Rounded means change
     little."""
     size, ddp, net = ROWS[name]
     ways = (ddp, {}), (False, PLAIN if net.each == 1 else LATE), (ddp, LATE)

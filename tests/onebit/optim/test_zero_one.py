@@ -167,7 +167,7 @@ def loaded(rank: int, size: int, case: Case, saved: Any) -> tuple[int, list[list
 
 
 def mean_of(ranks: list[list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
-    """Over ranks."""
+    """Average over ranks."""
     return [[torch.stack(of).mean(0) for of in zip(*each, strict=True)] for each in zip(*ranks, strict=True)]
 
 
@@ -180,7 +180,7 @@ def mean_of(ranks: list[list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
     ids=["1 bit", "full", "before local steps", "a sync", "later", "direct"],
 )  # fmt: skip
 def test_another_number_of_ranks_goes_on_with_all_that_was_left_out(case: Case, last: int, more: float) -> None:
-    """With the mean of residuals, and the same momentum, as they were before the save."""
+    """The mean of residuals, and momentum, are as they were before the save."""
     states, found = run_ranks(2, saved, case, last), []
     before = mean_of([state["found"] for state in states])
     for ranks in (2, 1, 3):
@@ -202,7 +202,7 @@ def test_another_number_of_ranks_goes_on_with_all_that_was_left_out(case: Case, 
 @pytest.mark.parametrize("first", [9, 13])
 @on_ranks(2)
 def test_a_rate_of_zero_that_is_a_tensor(rank: int, size: int, first: int) -> list[bytes]:
-    """In the first local steps, and later."""
+    """It comes in the first local steps, and later."""
     (params, optimizer), found = started(LOCAL, 0, rank, size), []
     for step in range(1, LOCAL.steps + 1):
         optimizer.param_groups[0]["lr"] = torch.tensor(0.0 if first <= step <= first + 3 else 1e-2)
@@ -394,8 +394,8 @@ def test_a_state_without_local_steps_where_there_are_some() -> None:
 
 
 def test_messages_are_made_without_a_mask_where_every_element_takes_part() -> None:
-    """With zero_variance="hold" that is after the full step that gives the last one a variance; also of a state that is
-    loaded."""
+    """They are, with zero_variance="hold", after the full step that gives the last one a variance, and of a state that
+    is loaded."""
 
     def masked(optimizer: Any) -> bool:
         [exchange] = [reducer.exchange for reducer in optimizer.run.state.reducers]

@@ -30,7 +30,7 @@ def join(rank: int, size: int, device: str, start: str, path: str) -> None:
 
 @contextmanager
 def no_waits(step: int, device: str) -> Iterator[None]:
-    """On a GPU a wait for the device in here is an error."""
+    """Make a wait for a GPU in here an error."""
     if device == "cuda" and step in QUIET and dist.get_backend() == "nccl":
         torch.cuda.set_sync_debug_mode("error")
     try:

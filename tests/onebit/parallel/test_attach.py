@@ -98,7 +98,7 @@ def test_what_is_no_optimizer_of_onebit_or_no_model(tmp_path):
 @pytest.mark.parametrize("how", ["forgotten", "attached", "no DDP", "zeros"])
 @on_ranks(2)
 def test_forgetting_attach_warns_once(rank, how):
-    """With gradients of its own on every rank, or none, there is no reason to warn."""
+    """There is no reason to warn if every rank has gradients of its own, or none."""
     model = net()
     optimizer = build("OneBitAdam", model.parameters(), freeze_step=2, process_group=group())
     called = model if how == "no DDP" else DistributedDataParallel(model, process_group=group())
@@ -187,7 +187,7 @@ def test_what_ddp_does_not_average_is_an_error_until_the_model_is_wrapped_anew(r
 @kinds
 @on_ranks(2)
 def test_another_optimizer_takes_a_model_that_is_wrapped_anew(rank, kind):
-    """In stage 2. The first one is gone with the model that it was attached to."""
+    """It does in stage 2. The first one is gone with the model that it was attached to."""
     model, ends = net(), []
     for _ in range(2):
         ddp = DistributedDataParallel(model, process_group=group())
@@ -255,7 +255,7 @@ def test_join_is_refused_on_all_ranks_where_it_repeats_collectives(rank, kind, f
 
 
 class FabricModule(nn.Module):
-    """As Lightning's Fabric wraps a model."""
+    """A model as Lightning's Fabric wraps it."""
 
     def __init__(self, forward_module, original_module):
         super().__init__()
@@ -270,7 +270,7 @@ class FabricModule(nn.Module):
 
 
 def fabric_optimizer(optimizer):
-    """As Lightning's Fabric wraps an optimizer: its class is a subclass of the optimizer's."""
+    """Wrap an optimizer as Lightning's Fabric does: its class is a subclass of the optimizer's."""
 
     class FabricOptimizer(type(optimizer)):
         def __init__(self):
@@ -386,7 +386,7 @@ def test_several_optimizers_of_a_model(size, kinds_of, options):
 @pytest.mark.parametrize(("kind", "overlap"), [("OneBitAdam", True), ("ZeroOneAdam", False)])
 @on_ranks(2, once=True)
 def test_copies_of_an_attached_model(rank, kind, overlap):
-    """In both stages: copies train as DDP alone does, and take an optimizer of their own."""
+    """Copies train in both stages as DDP alone does, and take an optimizer of their own."""
     inner, ends = net(), []
     ddp = DistributedDataParallel(inner)
     optimizer = build(kind, inner.parameters(), freeze_step=3, overlap=overlap)

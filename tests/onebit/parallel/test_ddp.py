@@ -77,8 +77,9 @@ def by_hand(rank, size, reply=1, each=1):
 
 @pytest.mark.parametrize(("size", "reply", "each"), [(2, "direct", 1), (3, 1, 1), (4, 1, 2), (4, "direct", 2)])
 def test_the_hook_gives_what_averaging_by_hand_gives(size, reply, each):
-    """Also across the rebuild of the buckets: block scales do not depend on who averages what, and the mean residuals
-    move with their parameters. Bit for bit where a mean is of two numbers: the order of more depends on the bucket."""
+    """It does across the rebuild of the buckets, too: block scales do not depend on who averages what, and the mean
+    residuals move with their parameters. Bit for bit where a mean is of two numbers: the order of more depends on
+    the bucket."""
     found = run_ranks(size, with_the_hook, reply, each)
     expected = run_ranks(size, by_hand, reply, each)[0]
     for parameters, sent in found:
@@ -102,7 +103,7 @@ def on(net, state, steps, rank, size, ddp=None):
 )
 @on_ranks()
 def test_a_resumed_run_goes_on_bit_for_bit_unless_it_forgets_its_residuals(rank, size, how, each):
-    """From what another has saved it ends where that one does, if DDP keeps its buckets."""
+    """A run that goes on from what another has saved ends where that one does, if DDP keeps its buckets."""
     net, again = model(), model()
     state, other = new_state(net, each=each), new_state(again, each=each)
     ddp, next_ddp = (hooked(*pair, find_unused_parameters=True) for pair in ((net, state), (again, other)))
@@ -123,7 +124,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_unless_it_forgets_its_residuals(rank,
 
 
 def steps_of(rank, size, saved, loads, steps):
-    """Where a run of so many ranks ends, and its state; `loads`: the ranks that load one."""
+    """Return where a run of so many ranks ends, and its state; `loads`: the ranks that load one."""
     net = model()
     state = new_state(net)
     if saved is not None:

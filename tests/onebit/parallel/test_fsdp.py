@@ -29,7 +29,7 @@ LOCAL = {"var_update_scaler": 2, "var_freeze_step": 5, "local_step_scaler": 3, "
 
 
 def model(width: int = 64) -> nn.Module:
-    """With width 64 and two shards every part is whole blocks, as it is without shards."""
+    """Make a model: every part of width 64 and two shards is whole blocks, as it is without shards."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
 
@@ -168,7 +168,8 @@ def parts_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_a_layer_apart(rank: int, mesh: Any, kind: str) -> list[bytes]:
-    """In DDP's place FSDP's hook averages in stage 1, and the optimizer does without; then a state of stage 2 loads."""
+    """Compare runs in which FSDP's hook, in DDP's place, or the optimizer averages in stage 1; then a state of stage 2
+    loads."""
     ends = []
     for hooked in (True, False):
         net = sharded(model(), mesh)
@@ -246,7 +247,8 @@ def test_runs_over_two_shards_and_two_replicas(rank: int) -> list[Any]:
 
 @on_ranks(4, once=True)
 def test_what_does_not_fit_is_refused_on_all_ranks(rank: int) -> None:
-    """By an optimizer, or by `attach`: one that was built too early, lacks parameters of the model, or has others."""
+    """An optimizer refuses, or `attach` does: one that was built too early, lacks parameters of the model, or has
+    others."""
     mesh = mesh_of(2, 2)
 
     def built(net: Any, **options: Any) -> Any:

@@ -79,7 +79,7 @@ EXCHANGES: dict[str, dict[str, Any]] = {
 
 
 def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str) -> dict[str, bytes] | None:
-    """Of each way the bits of the parameters, over a group made as `start` says; None on a rank that is not in it."""
+    """Return each way's bits of the parameters, over a group made as `start` says; None on a rank that is not in it."""
     join(rank, size, device, start, path)
     members, group = [*range(size)], None
     if start == "some of the ranks":

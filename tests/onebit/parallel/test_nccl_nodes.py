@@ -91,7 +91,7 @@ def way(
 
 
 def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str) -> dict[str, Tensor]:
-    """Of each way the parameters. The ranks 0, 1 and 2, 3 are nodes."""
+    """Return each way's parameters. The ranks 0, 1 and 2, 3 are nodes."""
     join(rank, size, device, start, path)
     os.environ.pop("GROUP_RANK", None)
     mesh: Any = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))

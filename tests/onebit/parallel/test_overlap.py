@@ -62,10 +62,10 @@ def end_step(how: str, case: Case, rank: int, optimizer: Any, params: list[nn.Pa
 
 
 def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[str, Any]:
-    """With overlap and without: is every step the same, and did messages leave before step was called?
+    """Compare runs with overlap and without: is every step the same, and did messages leave before step was called?
 
-    how: what is done from step `first` on, between backward and step or, with "no_sync", before the last backward pass
-    of a step, of which one is left out.
+    how: what is done from step `first` on, between backward and step or, with "no_sync", before the last backward of a
+    step, of which one is left out.
     """
     threads, runs = threading.active_count(), [build(case, overlap) for overlap in (True, False)]
     equal, early, warned = [], [], []
@@ -95,7 +95,7 @@ def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[st
 
 
 def left_out(optimizer: Any) -> bytes:
-    """On this rank, of what it has sent, and of replies."""
+    """The bits of what this rank has left out, of what it has sent, and of replies."""
     exchanges = [reducer.exchange for reducer in optimizer.run.state.reducers]
     return bits(residual.left_out() for exchange in exchanges for residual in exchange.residuals.values())
 
@@ -162,8 +162,8 @@ CASES: list[tuple[int, Case, str, int, str]] = [
 def test_every_step_is_the_same_bit_for_bit(
     rank: int, size: int, case: Case, how: str, first: int, early: str
 ) -> bytes:
-    """Also if a step is skipped after messages have left. Gradients that change after backward end overlap, and no
-    more than that; accumulation within no_sync and a step that is left out don't."""
+    """It is even if a step is skipped after messages have left. Gradients that change after backward end overlap, and
+    no more than that; accumulation within no_sync and a step that is left out don't."""
     one = run_with_and_without(rank, case, how, first)
     assert all(one["equal"]) and one["skipped"] == len(case.bad)
     assert one["early"] == [each == "#" for each in early]
@@ -284,7 +284,7 @@ def test_a_gradient_that_one_rank_changes_turns_it_off_on_all(rank: int, kind: s
 
 
 class Summed(nn.Module):
-    """Of parameters each has a gradient of its own."""
+    """A model of which each parameter has a gradient of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Summed(nn.Module):
 @pytest.mark.parametrize(("ddp", "overlap"), [(False, True), (True, False), (True, True)])
 @on_ranks(2)
 def test_a_step_is_decided_once(rank: int, ddp: bool, overlap: bool) -> None:
-    """By the first of many buckets or gradients in backward, or else in step. Found: whether it was decided already,
+    """The first of many buckets or gradients in backward decides, or else step. Found: whether it was decided already,
     each time that it was begun."""
     model: nn.Module = Summed()
     options: Any = {"var_update_scaler": 2, "overlap": overlap, "process_group": group()}

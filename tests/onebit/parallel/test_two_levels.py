@@ -20,7 +20,7 @@ CASE = Case(shapes=((7, 9), (33,), (2,), (130,), (400,)), steps=6, options={"fre
 
 @on_ranks(4)
 def test_gradients_may_be_scaled_on_every_rank_by_another_number(rank: int, size: int) -> list[bytes]:
-    """By a power of 2, as GradScaler does it; and not."""
+    """They are scaled by a power of 2, as GradScaler does it; and not."""
     ends = []
     for scale in (1.0, 2.0 ** (8 + rank)):
         params, optimizer = started(CASE, 0, rank, size)
@@ -54,7 +54,7 @@ def test_hosts_are_nodes(rank: int, hosts: list[int], slices: int) -> bytes:
 @kinds
 @on_ranks(4)
 def test_diagnostics_are_of_this_ranks_slice(rank: int, kind: str) -> float:
-    """Of every parameter the norm that is reported of this rank's residual is that of what it has of it."""
+    """The norm that is reported of this rank's residual is, for every parameter, that of what it has of it."""
     optimizer = Run(CASE.but(kind=kind), 5, rank, group()).optimizer
     found, [state] = list(optimizer.diagnostics().values()), optimizer.run.state.states
     norms = [math.hypot(*(float(e.norm()) for _, e in state.parts_of("residual", i))) for i in range(len(found))]

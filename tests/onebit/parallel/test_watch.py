@@ -115,7 +115,7 @@ FLIPS = [  # ranks, the parameters of which a rank flips a bit, parts of the err
 @pytest.mark.parametrize(("size", "flips", "says"), FLIPS)
 @on_ranks()
 def test_all_ranks_that_differ_are_named(rank: int, size: int, flips: dict[int, list[int]], says: list[str]) -> str:
-    """Without a majority nobody is taken for right."""
+    """Nobody is taken for right without a majority."""
     run = Run(Case(options={"freeze_step": 2, **ALWAYS}), 3, rank, group())
     for parameter in flips.get(rank, []):
         flip(run.params[parameter], 5)

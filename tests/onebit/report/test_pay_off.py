@@ -69,7 +69,7 @@ def test_it_is_time_for_a_report_once() -> None:
 
 @pytest.mark.parametrize("late", [0.0, 100.0])
 def test_events_are_read_when_they_have_passed(monkeypatch: pytest.MonkeyPatch, late: float) -> None:
-    """As on a GPU, whose events here pass when the test says so; those of waits so much later than a step's end."""
+    """Events pass when the test says so, as on a GPU; those of waits so much later than a step's end."""
     now, over = Clock(), Clock()
 
     def event() -> Any:

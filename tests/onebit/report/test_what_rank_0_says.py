@@ -37,7 +37,7 @@ def said(rank, case, steps):
 @kinds
 @on_ranks(2)
 def test_a_rank_with_nan_for_ever_is_named(rank, kind):
-    """On rank 0, in the step after the third and the tenth that were skipped, and by the report first."""
+    """Rank 0 names it, in the step after the third and the tenth that were skipped, and by the report first."""
     bad = tuple((step, 1, float("nan")) for step in (3, *range(7, 30)))
     texts, report = said(rank, Case(kind, shapes=((7, 9), (33,)), options={"freeze_step": 4}, bad=bad), 20)
     assert list(texts) == ([10, 17] if rank == 0 else [])
