@@ -37,6 +37,15 @@ OF_OTHERS = {
     "_fields", "_make", "_replace", "_asdict", "_version", "_get_backend", "_cache", "_reduce", "_per_optimizer_states",
     "_join_config", "_comm_hooks", "_ddp", "_reset_state", "_get_default_store", "_schema",
 }  # fmt: skip
+# A docstring that begins with one of these says nothing without the name: "Of that group.", "And what they have".
+FRAGMENT = re.compile(
+    "(about|above|across|after|against|along|also|although|and|as|at|because|before|behind|below|beside|besides|between|"
+    "but|by|despite|during|except|for|from|if|in|inside|into|like|neither|nor|not|of|off|on|once|onto|or|out|outside|"
+    "over|past|per|since|so|than|then|though|through|till|to|under|unless|until|up|upon|via|when|where|whereas|whether|"
+    "while|with|within|without|yet)(?=[\\s,:])",
+    re.IGNORECASE,
+)
+LONGEST_SUBJECT, SUBJECTS_SINCE = 72, "94f4a1d"
 
 
 @functools.cache
@@ -257,6 +266,36 @@ def test_what_an_optimizer_is_made_of_knows_no_optimizer() -> None:
         )
     assert upward("optim", ast.parse("def f():\n    from onebit.checkpoint.restore import restored"))
     assert not upward("report", ast.parse("from onebit.optim.setup import Setup"))
+
+
+def fragments(tree: ast.Module) -> list[str]:
+    """Docstrings that begin with a preposition or a conjunction."""
+    documented = (n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)))
+    texts = [text for node in documented if (text := ast.get_docstring(node))]
+    return list(filter(FRAGMENT.match, texts))
+
+
+def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
+    folders = {*(ROOT / "onebit").iterdir()} - {ROOT / "onebit/optim", ROOT / "onebit/optimizers"}
+    files = sources("kernels", "collectives", *map(str, folders), "perf", "tests", "examples")
+    assert not {str(path): found for path, tree in files.items() if (found := fragments(tree))}
+    assert fragments(ast.parse('"""A module."""\nclass A:\n    """Of that group."""')) == ["Of that group."]
+    assert fragments(ast.parse('def f():\n    """Also, and why."""')) == ["Also, and why."]
+
+
+def test_commit_subjects_are_short() -> None:
+    """Those of old commits may be longer: the last fifty are read if a shallow clone does not have the first one."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=HUNG)
+
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("needs git's history")
+    known = git("merge-base", "--is-ancestor", SUBJECTS_SINCE, "HEAD").returncode == 0
+    log = git("log", "--no-merges", "--format=%s", f"{SUBJECTS_SINCE}..HEAD" if known else "-50")
+    if log.returncode:
+        pytest.skip(f"git does not read its history: {log.stderr}")
+    assert [subject for subject in log.stdout.splitlines() if len(subject) > LONGEST_SUBJECT] == []
 
 
 def test_an_import_brings_what_it_must_and_nothing_else() -> None:
