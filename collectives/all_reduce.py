@@ -40,24 +40,30 @@ class CompressedAllReduce:
         average = CompressedAllReduce(model_gradient.numel())
         average(model_gradient)
 
-    numel: elements of the tensor, or of each tensor of a list.
-    process_group: a torch.distributed group, an mpi4py communicator, or None for the default group; without any group,
-        this process alone. Or a Topology, for several of the same ranks.
-    reply: 1, as in the papers: a rank averages a shard for all and compresses the mean once more. "direct": every
-        rank's message goes to all, and nothing is compressed twice; as many bytes with two ranks, N / 2 times as many
-        with N. "auto": direct with two ranks, else 1.
-    node_group: two levels: the ranks of this rank's node average uncompressed, in the tensors' dtype, and each sends a
-        slice to the ranks of the same place on the other nodes, so that a node sends as much as one rank would. A group
-        of any kind that process_group may be, or "auto" for the ranks of a host, where every host has equally many;
-        None for one level. With two levels N is the number of nodes, and building it is a collective call.
-    block_size: elements of a scale, a multiple of 32; the last of a tensor may have fewer.
-    chunks: pipeline stages; "auto" measures a few on the group at the first call, or in `prepare`, and keeps the best.
-
     A tensor with inf, NaN or a value beyond 2^40 on any rank (with two levels: in any node's mean) gives NaN on every
     rank, as an uncompressed mean of inf would, and leaves the residuals as they were.
 
     To save it, call `synchronize()` on every rank. Then `state_dict()` is the same on all of them, and loads on any
     number of ranks.
+
+    Args:
+        numel: elements of the tensor, or of each tensor of a list.
+        device: where the tensors are.
+        scale: "block", one scale for each block, or "tensor", one for each message.
+        norm: how a scale is made: "l1", "l2", or with block scales "unbiased".
+        reply: 1, as in the papers: a rank averages a shard for all and compresses the mean once more. "direct": every
+            rank's message goes to all, and nothing is compressed twice; as many bytes with two ranks, N / 2 times as
+            many with N. "auto": direct with two ranks, else 1.
+        block_size: elements of a scale, a multiple of 32; the last of a tensor may have fewer.
+        chunks: pipeline stages; "auto" measures a few on the group at the first call, or in `prepare`, and keeps the
+            best.
+        process_group: a torch.distributed group, an mpi4py communicator, or None for the default group; without any
+            group, this process alone. Or a Topology, for several of the same ranks.
+        node_group: two levels: the ranks of this rank's node average uncompressed, in the tensors' dtype, and each
+            sends a slice to the ranks of the same place on the other nodes, so that a node sends as much as one rank
+            would. A group of any kind that process_group may be, or "auto" for the ranks of a host, if every host has
+            equally many; None for one level. With two levels N is the number of nodes, and building it is a collective
+            call.
     """
 
     @torch.inference_mode(False)  # what is built under it could not be written to outside
@@ -103,7 +109,11 @@ class CompressedAllReduce:
         self.exchange = None if chunks == "auto" else self._build(int(chunks))
 
     def prepare(self) -> Exchange:
-        """Buffers and residuals, as the first call makes them. With chunks="auto" a collective call on all ranks."""
+        """Make buffers and residuals, as the first call does. With chunks="auto" a collective call on all ranks.
+
+        Returns:
+            What holds them.
+        """
         if self.exchange is None:
             numels, topology, exchange_class = self.numels, self.topology, self._exchange_class
             scale, norm, block_size = self._scale, self._norm, self._block_size
@@ -128,11 +138,15 @@ class CompressedAllReduce:
 
     @property
     def synchronized(self) -> bool:
-        """Return whether no call followed the last `synchronize()` or `load_state_dict()`, or this is one process."""
+        """Tell whether no call followed the last `synchronize()` or load; True for one process alone."""
         return self._residual is not None or self.topology.everyone.size == 1
 
     def __call__(self, tensors: Tensor | Sequence[Tensor]) -> None:
-        """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks."""
+        """Replace each rank's tensors by the compressed mean, the same bit for bit on all ranks. A collective call.
+
+        Args:
+            tensors: one of `numel` elements, or as many as `numel` has; all of one dtype, on `device`.
+        """
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         x = self._bind(tensors)
         exchange = self.prepare()
@@ -175,9 +189,11 @@ class CompressedAllReduce:
             self._residual = self._parts(exchange)
 
     def state_dict(self) -> dict[str, Any]:
-        """The residual of each tensor and `wire_bytes`. Call `synchronize()` on every rank before.
+        """Return the state, without communication. Call `synchronize()` on every rank before.
 
-        This is no collective call. The residual is zero, with a warning, where calls were made since `synchronize()`.
+        Returns:
+            The residual of each tensor, zero, with a warning, if calls were made since `synchronize()`; and
+            `wire_bytes`.
         """
         if self._residual is None and self.synchronized:
             self.synchronize()
@@ -194,7 +210,11 @@ class CompressedAllReduce:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the residual that was saved, on any number of ranks and with any options. Every rank loads it."""
+        """Go on from the residual that was saved, on any number of ranks and with any options. Every rank loads it.
+
+        Args:
+            state: what `state_dict()` returned.
+        """
         check_names(state, ("residual", "wire_bytes"), "CompressedAllReduce")
         residual = state["residual"]
         if not isinstance(residual, (list, tuple)):

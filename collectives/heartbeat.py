@@ -32,13 +32,14 @@ class Heartbeat:
         except onebit.CollectiveError:
             onebit.reform(optimizer, heart.regroup())
 
-    silent_after: seconds without a sign of life after which a rank counts as gone. This is the one time to choose: more
-    than the longest pause of a process (a debugger, a compiler that holds Python's lock), less than the timeout of the
-    process group. A process that ends is known sooner.
-    minimum: fewer ranks do not go on. By default more than half must be left, so that two halves never train apart.
-
     The default process group is watched: Gloo, and UDP between its hosts. While nobody is gone each rank sends every
-    other rank four datagrams a second, and a step is as fast as without.
+    other rank four datagrams a second, and a step is as fast as without. To build it is a collective call.
+
+    Args:
+        silent_after: seconds without a sign of life after which a rank counts as gone. This is the one time to choose:
+            more than the longest pause of a process (a debugger, a compiler that holds Python's lock), less than the
+            timeout of the process group. A process that ends is known sooner.
+        minimum: fewer ranks do not go on. By default more than half must be left, so that two halves never train apart.
     """
 
     def __init__(self, *, silent_after: float = 10.0, minimum: int | None = None) -> None:
@@ -81,19 +82,32 @@ class Heartbeat:
             )
 
     def gone(self) -> dict[int, str]:
-        """What is known of each rank that is gone, by its rank in the default process group."""
+        """Tell which ranks are gone.
+
+        Returns:
+            What is known of each, by its rank in the default process group.
+        """
         return self._signs.gone()
 
     def left(self) -> list[int]:
-        """The ranks of the default process group that are there. For use after an error: waits until it is known who is
-        gone, `silent_after` seconds at most."""
+        """Tell which ranks are there, after an error: waits until it is known who is gone, `silent_after` seconds at
+        most.
+
+        Returns:
+            Their ranks in the default process group.
+        """
         self._signs.wait_for_news(self._signs.silent_after + 2 * self._signs.interval)
         return sorted(set(range(len(self._stores))) - self.gone().keys() - self._signs.departed())
 
     def regroup(self) -> Any:
-        """A new default process group of those that are left, all of whom call this, with the timeout of the old one,
-        which is destroyed; so long they wait for a rank that is busy and gives signs of life. The store is that of the
-        first of them, so that any rank may die, at any time."""
+        """Make a new default process group of those that are left, all of whom call this. The old one is destroyed.
+
+        They wait as long as its timeout for a rank that is busy and gives signs of life. The store is that of the first
+        of them, so that any rank may die, at any time.
+
+        Returns:
+            The group, with the timeout of the old one.
+        """
         tries, stop = len(self._stores), time.monotonic() + self._timeout.total_seconds()
         while True:
             tries -= 1

@@ -96,12 +96,23 @@ def load(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Continue from what `save` wrote, on any number of ranks: a collective call. Returns all of its `extra`.
+    """Continue from what `save` wrote, on any number of ranks: a collective call.
 
-    extra: objects that get what was saved under their names, by load_state_dict. The run goes on bit for bit on as many
-    ranks. A checkpoint that is damaged, another program's or another
-    model's is a ValueError or TypeError on every rank and changes nothing. Where the model's own load_state_dict raises
-    (a hook of its layers, say), part of the model and what is in extra may have changed.
+    The run goes on bit for bit on as many ranks. If the model's own load_state_dict raises (a hook of its layers, say),
+    part of the model and what is in extra may have changed.
+
+    Args:
+        folder: what `save` has written to.
+        model: the module, wrapped or not.
+        optimizer: one of onebit, wrapped or not.
+        extra: objects that get what was saved under their names, by load_state_dict.
+
+    Returns:
+        All of the `extra` that this rank, or the one in its place, saved.
+
+    Raises:
+        ValueError, TypeError: on every rank, for a checkpoint that is damaged, another program's or another model's.
+            Nothing has changed.
     """
     inner, optimizer, asked = own_module(model, "load"), own_optimizer(optimizer, "load"), extra or {}
     manifest, ranks = _opened(folder, inner, optimizer)

@@ -48,6 +48,10 @@ def follow(optimizer: torch.optim.Optimizer, address: str) -> None:
 
     The state comes when the run's next step has ended. From then on the parameters change with every step of the run:
     do nothing with the model until `reform`.
+
+    Args:
+        optimizer: one of onebit, wrapped or not.
+        address: the giver's `address`.
     """
     inner = own_optimizer(optimizer, "follow")
     if not is_new(inner):

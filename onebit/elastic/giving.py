@@ -48,8 +48,11 @@ class Giver:
         onebit.reform(optimizer, group)           # all of them, between two steps: next to nothing is left to send
 
     A step costs nothing more while nobody follows. While somebody does, this rank keeps what the steps have added until
-    it is sent: two states at most for each process. A giver ends with `close`, or with its optimizer. host: the address
-    of this host that others reach; by default as `Heartbeat` finds it.
+    it is sent: two states at most for each process. A giver ends with `close`, or with its optimizer.
+
+    Args:
+        optimizer: one of onebit, wrapped or not.
+        host: the address of this host that others reach; by default as `Heartbeat` finds it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, host: str | None = None) -> None:
@@ -80,7 +83,7 @@ class Giver:
         return len(self._arrived) + sum(not log.over for log in self._logs)
 
     def close(self) -> None:
-        """Nobody gets anything any more."""
+        """End: nobody gets anything any more."""
         if self._inner.giver is self:
             self._inner.giver = None
         self._end_all()

@@ -53,19 +53,14 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
         group = dist.new_group(ranks)                 # of those that are there now
         onebit.reform(optimizer, group)
 
-    process_group: as an optimizer takes it. Nodes are found anew where the optimizer was built with
-    node_group="auto"; where it was built with a group, give a Topology (`Topology.of(group, node_group)`).
-
     A rank that stays has the same parameters, moments, counters and learning rate as before, bit for bit, and sends
     none of them. A rank that joins has built a model and an optimizer with the same arguments, has taken no step and
     loaded nothing: that tells that the rank is new. The rank gets all of it from a rank that stays, parameters and the
     numbers of param groups too, but buffers of the model and schedulers: those are the caller's.
 
     Ranks of the old group that do not call this are lost, and with them what compression had left out there: a warning
-    on the first rank says how much that is. leaving: ranks of the old group, by their numbers in it, that leave in good
-    order. They call this too, with the same `leaving`, while all of the old group is there; their process_group is
-    passed over. They hand what they owe to ranks that stay, and then take no more steps. A rank that joins gives no
-    `leaving`.
+    on the first rank says how much that is. Ranks that leave in good order call this too, while all of the old group is
+    there; their process_group is passed over. They hand what they owe to ranks that stay, and then take no more steps.
 
     DistributedDataParallel keeps its process group: drop the wrapped model, wrap `model.module` anew over the new
     group, and call `onebit.attach` again. The old wrapper must be gone before the next backward pass.
@@ -73,6 +68,13 @@ def reform(optimizer: torch.optim.Optimizer, process_group: Any, *, leaving: Seq
     An error on all ranks says what does not fit, and on which rank: ranks that are at different steps, a new rank with
     another model, parameters that are sharded (FSDP). The optimizer stays as it was. Where another rank dies meanwhile
     (CollectiveError), some ranks may have gone on and others not: call this again, with those that are left.
+
+    Args:
+        optimizer: one of onebit, wrapped or not.
+        process_group: as an optimizer takes it. Nodes are found anew if the optimizer was built with node_group="auto";
+            if it was built with a group, give a Topology (`Topology.of(group, node_group)`).
+        leaving: ranks of the old group, by their numbers in it, that leave in good order: the same on all ranks of the
+            old group. A rank that joins gives none.
     """
     start, inner = time.monotonic(), own_optimizer(optimizer, "reform")
     inner.overlap.abandon()

@@ -27,6 +27,10 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     local, or are averaged over the ranks of a node alone, and the optimizer averages momentum.
 
     A model in DDP takes several optimizers, a call each. What none of them has DDP averages in every step.
+
+    Args:
+        model: what DDP or `fully_shard` has wrapped; it may be compiled or wrapped further.
+        optimizer: one of onebit, wrapped or not.
     """
     if isinstance(model, torch.optim.Optimizer):
         raise TypeError("attach takes the model first, then the optimizer: onebit.attach(model, optimizer)")

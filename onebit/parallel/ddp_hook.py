@@ -35,12 +35,13 @@ Names = tuple[str, ...]
 class OneBitState:
     """Residuals of a model's gradients on this rank.
 
-    model: the module, before or after it is wrapped; its parameters' names are what a saved state is keyed by.
-    reply: what comes back of every message, as for `onebit.collectives.CompressedAllReduce`.
-    node_group: the ranks of this rank's node, as for `CompressedAllReduce`; None for one level. A collective call.
-
     To save it, call `synchronize()` on every rank. Then `state_dict()` is the same on all of them, and loads on any
     number of ranks. A pickle holds `state_dict()`, to be loaded into a new `OneBitState`.
+
+    Args:
+        model: the module, before or after it is wrapped; its parameters' names are what a saved state is keyed by.
+        process_group: the group that DDP has; None for the default group.
+        norm, reply, block_size, node_group: as for `CompressedAllReduce`.
     """
 
     def __init__(
@@ -72,7 +73,12 @@ class OneBitState:
         return self._sent + sum(r.wire_bytes for r in self._reducers.values())
 
     def reduce(self, parameters: list[Tensor], flat: Tensor) -> None:
-        """Average a bucket, the gradients of `parameters` one after the other, in place over the ranks."""
+        """Average a bucket in place over the ranks.
+
+        Args:
+            parameters: whose gradients the bucket has, one after the other.
+            flat: the bucket.
+        """
         names, numels = tuple(self._name(p) for p in parameters), [p.numel() for p in parameters]
         if names not in self._reducers:
             self._add(names, numels, flat.device)
@@ -105,10 +111,11 @@ class OneBitState:
                 reducer.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
-        """The residual of each parameter and the bytes that were sent. Call `synchronize()` on every rank before.
+        """Return the state, without communication. Call `synchronize()` on every rank before.
 
-        This is no collective call. Residuals are left out, with a warning, where gradients were averaged since
-        `synchronize()`: loading sets them to zero.
+        Returns:
+            The residual of each parameter and the bytes that were sent. Residuals are left out, with a warning, if
+            gradients were averaged since `synchronize()`: loading sets them to zero.
         """
         residuals = dict(self._residuals)
         synchronized = {names: reducer for names, reducer in self._reducers.items() if reducer.synchronized}
@@ -123,8 +130,11 @@ class OneBitState:
         return {"residuals": residuals, "sent": self.wire_bytes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from the residuals that were saved, on any number of ranks and with any options. Every rank loads
-        them."""
+        """Go on from the residuals that were saved, on any number of ranks and with any options. Every rank loads them.
+
+        Args:
+            state: what `state_dict()` returned.
+        """
         check_names(state, ("residuals", "sent"), "OneBitState")
         residuals = state["residuals"]
         if not isinstance(residuals, Mapping):
@@ -184,7 +194,15 @@ class OneBitState:
 
 
 def onebit_hook(state: OneBitState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP calls for each bucket of gradients. On a GPU in a stream of the state's own, beside backward."""
+    """Average a bucket of gradients, in DDP's place. On a GPU in a stream of the state's own, beside backward.
+
+    Args:
+        state: what `register_comm_hook` was given.
+        bucket: what DDP hands over.
+
+    Returns:
+        A future of the bucket with the means.
+    """
     flat = bucket.buffer()
     with state.beside(flat.device):
         state.reduce(bucket.parameters(), flat)
