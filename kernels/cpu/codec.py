@@ -88,7 +88,7 @@ def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual:
         its = tiles.locate(run, block)
         found, value, n = tiles.find(out, its), residual.value + 4 * its.start, tiles.up(its.valid)
         tiles.copy_block(residual.before, residual.value, its)
-        if its.place == 0:
+        if its.block_in_shard == 0:
             tiles.write_header(found.header, flag, out)
         if flag == 0:
             g_at, h = tiles.gradient_at(g, its, tiles.room(run, 0)), tiles.hyper_of(g.hyper, its)

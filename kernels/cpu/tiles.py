@@ -82,7 +82,7 @@ class Located(NamedTuple):
     length: int
     start: int  # in the span
     shard: int  # of the span, from 0
-    place: int  # among the blocks of the shard
+    block_in_shard: int
     of_shard: int  # how many blocks the shard has
     in_shard: int
 
@@ -131,7 +131,7 @@ def locate(run, block):
     valid = min(max(numel_of(run, its.owner) - offset, 0), length)
     return Located(
         its.owner, long_at(parameter + 16), offset, valid, length, WORD * (its.start - first.start),
-        its.shard - first.shard, its.place, its.of_shard, WORD * its.word,
+        its.shard - first.shard, its.block_in_shard, its.of_shard, WORD * its.word,
     )  # fmt: skip
 
 
@@ -309,11 +309,11 @@ def copy_block(target, source, its):
 @tile
 def find(messages, its):
     """A block in the messages of a span."""
-    header, place, count = messages.address + its.shard * messages.copies * messages.bytes, its.place, its.of_shard
-    if messages.tensor != 0:
-        place, count = 0, 1
+    header, index, count = messages.address + its.shard * messages.copies * messages.bytes, 0, 1
+    if messages.tensor == 0:
+        index, count = its.block_in_shard, its.of_shard
     scales = header + _HEADER
-    return Found(header, scales + 4 * place, scales + (4 * count + (ALIGN - 1)) // ALIGN * ALIGN + its.in_shard // 8)
+    return Found(header, scales + 4 * index, scales + (4 * count + (ALIGN - 1)) // ALIGN * ALIGN + its.in_shard // 8)
 
 
 @tile

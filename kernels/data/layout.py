@@ -46,7 +46,7 @@ class Block(NamedTuple):
     start: int  # in the flat space, in words
     words: int
     shard: int
-    place: int  # among the blocks of the shard
+    block_in_shard: int
     word: int  # in the shard
     of_shard: int  # how many blocks the shard has
     spare: int  # a row is 32 bytes
@@ -201,7 +201,7 @@ class Layout:
                 "start": self.starts[:-1] // WORD,
                 "words": self.lengths() // WORD,
                 "shard": shard,
-                "place": blocks - first,
+                "block_in_shard": blocks - first,
                 "word": (self.starts[:-1] - self.starts[first]) // WORD,
                 "of_shard": np.diff(self.shards)[shard],
                 "spare": np.zeros_like(blocks),

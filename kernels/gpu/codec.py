@@ -28,7 +28,7 @@ def compress_kernel(
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
-            shard, place, word, of_shard = tiles.find_in_shard(row, first_shard)
+            shard, block_in_shard, word, of_shard = tiles.find_in_shard(row, first_shard)
             its_value = residual_value + start
             kept = tiles.load_flat(its_value, length, TILE)
             its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
@@ -37,7 +37,7 @@ def compress_kernel(
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             g_base, g_valid, wide = tiles.pointer(grad, p, offset, valid, GRAD_DTYPE, TILE)
             message = out + shard * out_bytes
-            if place == 0:
+            if block_in_shard == 0:
                 tiles.write_header(message, flag, out_fingerprint, out_shard_blocks)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
@@ -45,12 +45,12 @@ def compress_kernel(
                 if gamma is not None:
                     y = tl.load(gamma + p) * y
                 if MOMENTUM_COPIES is not None:
-                    last = (momentum + shard * MOMENTUM_COPIES * out_bytes, out_bytes, place, word, of_shard)
+                    last = (momentum + shard * MOMENTUM_COPIES * out_bytes, out_bytes, block_in_shard, word, of_shard)
                     m = tiles.decode_block(last, length, TILE, OUT_TENSOR, MOMENTUM_COPIES)
                     y = tl.load(h + tiles.H_BETA1) * m + y
                 elif momentum is not None:
                     y = tl.load(h + tiles.H_BETA1) * tiles.load_flat(momentum + start, length, TILE) + y
-                scale = tiles.scale_in(message, place, OUT_TENSOR)
+                scale = tiles.scale_in(message, block_in_shard, OUT_TENSOR)
                 bits = tiles.bits_in(message, word, of_shard, OUT_TENSOR)
                 its_partial = None if residual_partial is None else residual_partial + block
                 its_counted = None if residual_counted is None else residual_counted + block
@@ -62,7 +62,7 @@ def compress_kernel(
                 )  # fmt: skip
                 if OUT_TENSOR:
                     if tiles.finished(residual_counter + shard, of_shard):
-                        first = block - place
+                        first = block - block_in_shard
                         tiles.finish_scale(
                             scale, its_scale, residual_partial + first, residual_counted + first, of_shard, OUT_NORM
                         )
@@ -79,7 +79,7 @@ def average_kernel(
     flag = tiles.any_flag(received, received_rows, received_bytes)
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
-        if block < blocks:  # of one shard, so that its place there is `block`
+        if block < blocks:  # of one shard, which has it at `block`
             row, start, length = tiles.find(block_table, first_block + block, first_word)
             word = tl.load(row + tiles.B_WORD)
             its_value = residual_value + start

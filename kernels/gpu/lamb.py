@@ -105,13 +105,13 @@ def _squared_gradient(
     """ghat^2. Where m and m_prev have 1 bit each it has two values in a block: of equal and of unequal signs. m_prev is
     a reply, too, or lies at `last_m`."""
     if last_m is None and COPIES == 1:
-        message, _, place, word, of_shard = reply
+        message, _, block_in_shard, word, of_shard = reply
         previous, _, _, _, _ = last_reply
         bits = tiles.bits_in(message, word, of_shard, TENSOR)
         prev_bits = tiles.bits_in(previous, word, of_shard, TENSOR)
         differ = tiles.load_bytes(bits, length, TILE) ^ tiles.load_bytes(prev_bits, length, TILE)
-        m = tl.load(tiles.scale_in(message, place, TENSOR))
-        m_prev = tl.load(tiles.scale_in(previous, place, TENSOR))
+        m = tl.load(tiles.scale_in(message, block_in_shard, TENSOR))
+        m_prev = tl.load(tiles.scale_in(previous, block_in_shard, TENSOR))
         of_equal, of_unequal = _gradient(m, m_prev, gamma, h), _gradient(m, -m_prev, gamma, h)
         squared = tl.where(tiles.unpack(differ, TILE), of_unequal * of_unequal, of_equal * of_equal)
     else:

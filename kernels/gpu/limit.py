@@ -30,7 +30,7 @@ def mean_scale(messages, block_table, block, there, row_words, COPIES: tl.conste
     shard = tl.load(row + tiles.B_SHARD, mask=there, other=0).to(tl.int64)
     at = messages.to(tl.pointer_type(tl.float32)) + shard * COPIES * row_words + SCALES
     if not TENSOR:
-        at += tl.load(row + tiles.B_PLACE, mask=there, other=0)
+        at += tl.load(row + tiles.B_BLOCK_IN_SHARD, mask=there, other=0)
     total = tl.zeros(block.shape, tl.float64)
     for i in range(COPIES):
         total += tl.load(at + i * row_words, mask=there, other=0).to(tl.float64)

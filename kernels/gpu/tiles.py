@@ -36,7 +36,7 @@ B_OWNER = tl.constexpr(_field("owner"))
 B_START = tl.constexpr(_field("start"))
 B_WORDS = tl.constexpr(_field("words"))
 B_SHARD = tl.constexpr(_field("shard"))
-B_PLACE = tl.constexpr(_field("place"))
+B_BLOCK_IN_SHARD = tl.constexpr(_field("block_in_shard"))
 B_WORD = tl.constexpr(_field("word"))
 B_OF_SHARD = tl.constexpr(_field("of_shard"))
 WORD = tl.constexpr(layout.WORD)
@@ -76,18 +76,18 @@ def find(block_table, block, first_word):
 
 @triton.jit
 def find_in_shard(row, first_shard):
-    """A block's shard, counted from one on, the block's place among those of the shard, the word of the shard that it
-    starts at, and how many blocks the shard has."""
+    """Return a block's shard, counted from one on, the block's number in it, the word of the shard that it starts at,
+    and how many blocks the shard has."""
     shard = (tl.load(row + B_SHARD) - first_shard).to(tl.int64)
-    return shard, tl.load(row + B_PLACE), tl.load(row + B_WORD), tl.load(row + B_OF_SHARD)
+    return shard, tl.load(row + B_BLOCK_IN_SHARD), tl.load(row + B_WORD), tl.load(row + B_OF_SHARD)
 
 
 @triton.jit
 def find_message(row, first_shard, messages, row_bytes, copies):
     """A block's message, or the first of its copies, which lie `row_bytes` apart, and where the block is in it.
     `messages` are those of shards from one on."""
-    shard, place, word, of_shard = find_in_shard(row, first_shard)
-    return messages + shard * copies * row_bytes, row_bytes, place, word, of_shard
+    shard, block_in_shard, word, of_shard = find_in_shard(row, first_shard)
+    return messages + shard * copies * row_bytes, row_bytes, block_in_shard, word, of_shard
 
 
 @triton.jit
@@ -249,9 +249,9 @@ def load_bits(bits, length, TILE: tl.constexpr):
 
 
 @triton.jit
-def scale_in(message, place, TENSOR: tl.constexpr):
+def scale_in(message, block_in_shard, TENSOR: tl.constexpr):
     """Return the address of a block's scale in a message."""
-    return (message + HEADER_BYTES).to(tl.pointer_type(tl.float32)) + (0 if TENSOR else place)
+    return (message + HEADER_BYTES).to(tl.pointer_type(tl.float32)) + (0 if TENSOR else block_in_shard)
 
 
 @triton.jit
@@ -274,7 +274,7 @@ def transposed(x):
 
 @triton.jit
 def sum_of_messages(
-    message, place, word, of_shard, row_bytes, count, length,
+    message, block_in_shard, word, of_shard, row_bytes, count, length,
     TILE: tl.constexpr, TENSOR: tl.constexpr, IN_TABLE: tl.constexpr = 8,
 ):  # fmt: skip
     """A block summed over `count` messages, in their order. Of the first 8 a table has 256 sums, one for each choice of
@@ -284,14 +284,14 @@ def sum_of_messages(
     bits = tl.zeros((TILE // 8,), tl.uint64)  # of 8 elements a byte of each message
     for r in tl.static_range(IN_TABLE):
         its = message + tl.minimum(count - 1, r).to(tl.int64) * row_bytes
-        scale = tl.load(scale_in(its, place, TENSOR))
+        scale = tl.load(scale_in(its, block_in_shard, TENSOR))
         sums += signed((signs >> r) & 1 != 0, scale if r == 0 else tl.where(r < count, scale, 0.0))
         bits |= load_bytes(bits_in(its, word, of_shard, TENSOR), length, TILE).to(tl.uint64) << (8 * r)
     half = tl.gather(transposed(bits), i // 8, 0) >> (8 * (i & 4)).to(tl.uint64)
     total = tl.gather(sums, (half >> (8 * (i % 4)).to(tl.uint64)).to(tl.int32) & 255, 0)
     for r in range(IN_TABLE, count):
         its = message + tl.cast(r, tl.uint32).to(tl.int64) * row_bytes
-        scale = tl.load(scale_in(its, place, TENSOR))
+        scale = tl.load(scale_in(its, block_in_shard, TENSOR))
         total += signed(load_bits(bits_in(its, word, of_shard, TENSOR), length, TILE), scale)
     return total
 
@@ -299,13 +299,15 @@ def sum_of_messages(
 @triton.jit
 def decode_block(found, length, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr):
     """A block of a message that `find_message` has found, or its mean over COPIES of them."""
-    message, row_bytes, place, word, of_shard = found
+    message, row_bytes, block_in_shard, word, of_shard = found
     if COPIES == 1:
-        scale = tl.load(scale_in(message, place, TENSOR))
+        scale = tl.load(scale_in(message, block_in_shard, TENSOR))
         m = signed(load_bits(bits_in(message, word, of_shard, TENSOR), length, TILE), scale)
     else:
         IN_TABLE: tl.constexpr = COPIES if COPIES < 8 else 8
-        total = sum_of_messages(message, place, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR, IN_TABLE)
+        total = sum_of_messages(
+            message, block_in_shard, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR, IN_TABLE
+        )
         m = total * (1 / COPIES)
     return m
 

@@ -70,7 +70,7 @@ def test_any_layout_its_spans_and_its_tables_agree_with_the_oracle(layouts):
     assert [32 * row.start for row in rows] == layout.starts[:-1].tolist()
     for s, shard in enumerate(layout.all().shards()):
         of_shard = rows[shard.first : shard.first + shard.count]
-        places = [(row.shard, row.place, row.of_shard, row.word) for row in of_shard]
+        places = [(row.shard, row.block_in_shard, row.of_shard, row.word) for row in of_shard]
         starts = [row.start - of_shard[0].start for row in of_shard]
         assert places == [(s, i, shard.count, start) for i, start in enumerate(starts)]
     assert table.parameters.tolist() == np.stack((layout.offset, layout.numel, layout.group), axis=1).tolist()
