@@ -77,7 +77,7 @@ def one_launch(kernel: Any) -> Callable[[Pass], None]:
 
 def launch(kernel: Any, blocks: int, arguments: dict[str, Any], like: Tensor, dtype: torch.dtype) -> None:
     """Run `kernel` over `blocks` blocks on the device of `like`."""
-    config = _for_tile(tuner.lookup(_name(kernel), like.device, dtype), arguments["TILE"])
+    config = _for_tile(tuner.lookup(str(kernel.__name__), like.device, dtype), arguments["TILE"])
     programs = triton.cdiv(blocks, config.blocks_per_program)
     if _record is not None:
         _record.append(Launch(kernel, arguments, config, programs))
@@ -105,7 +105,3 @@ def _on_device(like: Tensor, run: Callable[[], None]) -> None:
             run()
     else:
         run()
-
-
-def _name(kernel: Any) -> str:
-    return str(kernel.__name__)

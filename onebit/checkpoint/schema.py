@@ -72,13 +72,11 @@ def live(run: Run) -> dict[Tensor, dict[str, Tensor]]:
     for part in run.state.parts:
         state, fields = part.state, saved_fields(run.setup, part.state)
         for i, p in enumerate(state.params):
-            views = state.views(i) | {f.name: state.view(f.name, i) for f in fields if f.name in _numbers(state)}
+            views = state.views(i) | {
+                f.name: state.view(f.name, i) for f in fields if f.name in state and f.per == "parameter"
+            }
             shown[p] = {"step": step} | {field.name: views.get(field.name, empty) for field in fields}
     return shown
-
-
-def _numbers(state: FlatState) -> list[str]:
-    return [name for name, field in state.fields.items() if field.per == "parameter"]
 
 
 def _of_stage_2(run: Run, part: Part, residuals: bool) -> dict[str, list[Tensor]]:

@@ -28,7 +28,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import onebit
-from onebit import OneBitOptimizer
 from onebit.cli.arguments import whole_number
 from onebit.collectives.transport import LocalTransport
 from onebit.kernels import backends
@@ -145,15 +144,12 @@ def _by_kind(
         launches, mode, start = stub.launches, Operations(), time.thread_time()
         with mode if counting else nullcontext():
             optimizer.step()
-        found[_kind(optimizer)].append((stub.launches - launches, mode.count, time.thread_time() - start))
+        kind = optimizer.setup.algorithm.kind(optimizer.steps) if optimizer.compressing else "stage 1"
+        found[kind].append((stub.launches - launches, mode.count, time.thread_time() - start))
         if not optimizer.compressing:
             for own in optimizer.state.values():
                 own["exp_avg_sq"].fill_(1)  # no pass has run, and a variance of 0 can't be frozen
     return {kind: rows[SETTLED:] for kind, rows in found.items() if len(rows) > SETTLED}
-
-
-def _kind(optimizer: OneBitOptimizer) -> str:
-    return optimizer.setup.algorithm.kind(optimizer.steps) if optimizer.compressing else "stage 1"
 
 
 def table(rows: Sequence[Row]) -> str:
