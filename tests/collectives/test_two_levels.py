@@ -14,6 +14,7 @@ from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.collectives.transport.torch import SMALL
+from tests import internals
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.onebit.runs import nodes_of, on_ranks
@@ -140,6 +141,6 @@ def test_the_topology_of_a_process_alone_and_one_that_is_taken_as_it_is_where_it
     with pytest.raises(TypeError, match="can't communicate over a str"):
         Topology.of("gloo")
     param = torch.nn.Parameter(torch.ones(3))
-    assert OneBitAdam([param], process_group=found).setup.topology is found
+    assert internals.topology(OneBitAdam([param], process_group=found)) is found
     with pytest.raises(ValueError, match="a Topology of sharded parameters"):
         OneBitAdam([param], process_group=replace(found, shard=LocalTransport()))

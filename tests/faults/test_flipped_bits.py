@@ -12,6 +12,7 @@ from torch import Tensor
 
 import onebit
 from onebit.collectives.transport.protocol import Work
+from tests import internals
 from tests.faults.striking import AVERAGE, EXCHANGE, GATHER, SCATTER, AndThen, Watched
 from tests.onebit.runs import Case, bits, kinds, take
 from tests.ranks import group, run_ranks
@@ -59,10 +60,10 @@ def damaged(rank: int, case: Case, phase: str, place: str = "scale") -> Found:
             found.step = step
             if (rank, step) == (WHO, AT):
                 if optimizer.compressing:
-                    transport.format = optimizer.run.state.reducers[0].exchange.reply_format
+                    transport.format = internals.exchanges(optimizer)[0].reply_format
                 transport.due = phase != "residual"
                 if phase == "residual":
-                    optimizer.run.state.reducers[0].exchange.residual.value[0] += 0.5
+                    internals.exchanges(optimizer)[0].residual.value[0] += 0.5
             take(case, rank, optimizer, params, step=step)
             found.params.append(bits(params))
     except onebit.DivergenceError as error:

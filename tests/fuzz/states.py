@@ -17,7 +17,7 @@ from torch import Tensor
 
 import onebit
 from onebit.checkpoint.files import INDEX, MANIFEST
-from tests import checkpoints
+from tests import checkpoints, internals
 from tests.checkpoints import Run, forge, put_manifest
 from tests.fuzz.mutate import ERRORS, Source, junk, mutate, mutated_bytes, pick
 from tests.onebit.runs import Case, adamw_state, bits, snapshot
@@ -144,12 +144,12 @@ def goes_on(run: Run) -> None:
 def mark(run: Run) -> Any:
     """All that a load could change."""
     o = run.optimizer
-    states, stages = o.run.state.states, o.run.state.stages
+    states, stages = internals.states(o), internals.stages(o)
     flat = [state[name] for state in states for name in state.fields] + [stages.counts]
-    exchanges = [reducer.exchange for reducer in o.run.state.reducers]
+    exchanges = internals.exchanges(o)
     flat += [buffer for e in exchanges for buffer in (e.replies.buffer, *(r.value for r in e.residuals.values()))]
     options = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in o.param_groups]
-    numbers = (stages.steps, o.compressing, o.run.state.ranks_agree, o.wire_bytes, stages.rule.state(), o.freeze_ratio)
+    numbers = (stages.steps, o.compressing, internals.ranks_agree(o), o.wire_bytes, stages.rule.state(), o.freeze_ratio)
     return bits(run.params), bits(flat), [id(state) for state in states], options, numbers
 
 

@@ -25,6 +25,7 @@ from perf.convergence.tasks import Prepared
 from perf.convergence.virtual import run_ranks as run_virtual_ranks
 from perf.lab.processes import RankFailed
 from perf.records import read_record
+from tests import internals
 from tests.onebit import runs as training
 from tests.onebit.runs import Case, bits, kinds, same, snapshot
 from tests.ranks import group, run_ranks
@@ -203,9 +204,7 @@ def trained(rank, size, case, transport=None):
     params = case.parameters()
     optimizer = case.build(params, transport or group())
     training.run(case, rank, optimizer, params, 1, case.steps)
-    exchanges = [reducer.exchange for reducer in optimizer.run.state.reducers]
-    left_out = [residual.left_out() for exchange in exchanges for residual in exchange.residuals.values()]
-    return snapshot(optimizer.state_dict()), bits(params), optimizer.wire_bytes, bits(left_out)
+    return snapshot(optimizer.state_dict()), bits(params), optimizer.wire_bytes, bits(internals.left_out(optimizer))
 
 
 @kinds
@@ -329,7 +328,7 @@ def test_both_models_train_each_with_its_optimizer(variant, beta1):
     owned = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
     assert owned == [{id(p) for p in part.parameters()} for part in (model.discriminator, model.generator)]
     assert all(group["betas"] == (beta1, 0.999) for o in optimizers for group in o.param_groups)
-    apart = [sum(sum(state.numels) for state in o.run.state.uncompressed) for o in optimizers if "last" in variant]
+    apart = [sum(sum(state.numels) for state in internals.uncompressed(o)) for o in optimizers if "last" in variant]
     assert apart == ([64 * 49 + 1, 0] if "last" in variant else [])
     judge = bits(model.judge[0].state_dict().values())
     for _ in range(2):

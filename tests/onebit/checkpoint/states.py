@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import onebit
+from tests import internals
 from tests.checkpoints import Run
 from tests.onebit.runs import bits, on_warnings, run, same, snapshot, take
 from tests.ranks import group
@@ -93,16 +94,16 @@ def denominator(v, eps, weight):
 def left_out(optimizer):
     """Return what a run that goes on owes: e / N and E of this rank, a float64 tensor a parameter, as they are in its
     memory."""
-    (part,) = optimizer.run.state.parts
-    exchange, found = part.reducer.exchange, []
+    [reducer], [exchange], found = internals.reducers(optimizer), internals.exchanges(optimizer), []
+    state = reducer.state
     exchange.materialize()
-    for i, p in enumerate(part.state.params):
+    for i, p in enumerate(state.params):
         own = torch.zeros(p.numel(), dtype=torch.float64)
-        for span, e in part.state.parts_of("residual", i):
+        for span, e in state.parts_of("residual", i):
             own[span] += e.double() / exchange.transport.size
-        for span, e in part.reducer.served(i):
+        for span, e in reducer.served(i):
             own[span] += e.double()
-        found.append(own / (1.0 if part.reducer.gamma is None else float(part.reducer.gamma[i])))
+        found.append(own / (1.0 if reducer.gamma is None else float(reducer.gamma[i])))
     return torch.cat(found).numpy()
 
 

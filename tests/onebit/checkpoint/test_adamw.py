@@ -8,6 +8,7 @@ import torch
 
 import onebit
 from onebit.optim.schedule import VarianceSchedule
+from tests import internals
 from tests.onebit.checkpoint import states
 from tests.onebit.checkpoint.states import TWO_GROUPS, adamw_run, resumed, trained
 from tests.onebit.runs import Case, adamw_state, build, kinds, run, same, snapshot, take
@@ -280,7 +281,7 @@ def test_momentum_after_local_steps_has_its_own_unit():
         assert float(state["state"][key]["momentum_factor"]) > 2
         assert same(own["exp_avg"], state["state"][key]["exp_avg"])
         own_momentum.append(own["exp_avg"])
-    (flat,) = optimizer.run.state.states
+    (flat,) = internals.states(optimizer)
     for i, m in enumerate(own_momentum):
         torch.testing.assert_close(flat.view("own_momentum", i), m)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import onebit
+from tests import internals
 from tests.checkpoints import Run
 from tests.fuzz.states import mark
 from tests.onebit.checkpoint.states import adamw_run
@@ -154,11 +155,11 @@ def changed(state, path, value):
 
 
 def assert_refused(on, state, match, errors=ValueError):
-    before, current = mark(on), on.optimizer.run.state
+    before, current = mark(on), internals.state(on.optimizer)
     shown = {p: snapshot(own) for p, own in on.optimizer.state.items()}
     with on_warnings("ignore"), pytest.raises(errors, match=match):
         on.optimizer.load_state_dict(state)
-    assert mark(on) == before and on.optimizer.run.state is current
+    assert mark(on) == before and internals.state(on.optimizer) is current
     assert all(same(snapshot(on.optimizer.state[p]), own) for p, own in shown.items())
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import onebit
-from tests import oracle
+from tests import internals, oracle
 from tests.collectives.work import logged
 from tests.onebit.checkpoint.states import other_parameters
 from tests.onebit.optim.simulation import After, after, as_numpy
@@ -132,8 +132,7 @@ def _moved(rank: int, move: Move) -> Moved:
             g["lr"] *= RATE  # as a schedule leaves it
         found.before = after(move.at, "", optimizer, ordered)
         optimizer.catch_up()
-        for part in optimizer.run.state.compressed_parts:
-            m = part.last_momentum(optimizer.setup.algorithm)
+        for m in internals.last_momentum(optimizer):
             found.momentum = np.concatenate([as_numpy(each).ravel() for each in m])
     if is_there or move.leaving:
         ranks = move.now.ranks(now)["process_group"] if is_there else None
@@ -142,7 +141,7 @@ def _moved(rank: int, move: Move) -> Moved:
     if not is_there:
         return found
     found.rates = [g["lr"] for g in optimizer.param_groups]
-    found.counts = optimizer.run.state.stages.counts.tolist()
+    found.counts = internals.stages(optimizer).counts.tolist()
     found.later = [after(move.at, "", optimizer, ordered)]
     for step in range(move.at + 1, move.at + 1 + MORE):
         coming = getattr(optimizer, "schedule", None)

@@ -24,7 +24,7 @@ from onebit.collectives.hand_over import receive_tensors
 from onebit.collectives.link import Listener, connect
 from onebit.collectives.transport import TorchTransport, Work, transport_for
 from onebit.elastic import following
-from onebit.parallel.watch import shared_tensors
+from tests import internals
 from tests.onebit.checkpoint.states import other_parameters
 from tests.onebit.elastic.moves import group_of, needs_ipv6
 from tests.onebit.elastic.test_halfway import take
@@ -131,7 +131,7 @@ def same_on_all(optimizer: Any) -> bytes:
     """The bits that all ranks share; of 0/1 Adam between two exchanges the parameters after the last one."""
     with optimizer.at_last_sync():
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        shared = [t for _, t in shared_tensors(optimizer.run)] if optimizer.synchronized else []
+        shared = [t for _, t in internals.shared(optimizer)] if optimizer.synchronized else []
         return bits([*params, *shared])
 
 

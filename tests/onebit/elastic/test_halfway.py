@@ -20,6 +20,7 @@ from onebit.collectives.topology import Topology
 from onebit.kernels.data.wire import MessageError
 from onebit.optim.flat_state import FlatState
 from onebit.optim.setup import Setup
+from tests import internals
 from tests.faults.striking import AVERAGE, EXCHANGE, FINITE, GATHER, SCATTER, SPREAD
 from tests.onebit import runs
 from tests.onebit.elastic.failing import Failing, Failure
@@ -263,7 +264,7 @@ def run(rank: int, death: Death, failure: Failure | None, failed: bool = False) 
         onebit.reform(optimizer, group(2))
     else:
         onebit.reform(optimizer, Topology.of(dist.new_group([0, 1], use_local_synchronization=True)))
-    attempts = int(optimizer.run.state.stages.counts.sum())
+    attempts = int(internals.stages(optimizer).counts.sum())
     after, synchronized = state_of(optimizer, params), optimizer.synchronized
     for step in range(attempts + 1, attempts + 4):
         take(case, rank, optimizer, params, step)
@@ -285,13 +286,7 @@ def state_of(optimizer: Any, params: Any) -> Any:
     saved = snapshot(optimizer.state_dict())
     numbers = json.loads(saved["param_groups"][0]["onebit"])
     saved["param_groups"][0]["onebit"] = {name: value for name, value in numbers.items() if name != "wire_bytes"}
-    return [bits(params), {**saved, "residuals": residuals_of(optimizer)}]
-
-
-def residuals_of(optimizer: Any) -> list[torch.Tensor]:
-    """What this rank has left out of messages and of means."""
-    exchanges = [reducer.exchange for reducer in optimizer.run.state.reducers]
-    return [each.left_out().clone() for exchange in exchanges for each in exchange.residuals.values()]
+    return [bits(params), {**saved, "residuals": internals.left_out(optimizer)}]
 
 
 ENDS = [

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import onebit
 from onebit.collectives.transport.protocol import LocalTransport, Work
+from tests import internals
 from tests.faults.striking import Watched
 from tests.onebit.elastic.moves import RATE, Move, Moved, expected, flat, is_direct, moved, own_e, plan
 from tests.onebit.optim.simulation import LambSimulation, Simulation, check, of_senders
@@ -298,11 +299,11 @@ def test_all_go_on_with_what_the_first_rank_knows_of_norms(rank: int) -> list[fl
     params, optimizer = clipped.made(group(2) if rank < 2 else LocalTransport())
     run(clipped, rank, optimizer, params, 1, 5 if rank < 2 else 0)
     if rank == 1:
-        optimizer.run.state.mean_norm.compressed_step(*torch.tensor([[3.0], [0.0]]), senders=2)
+        internals.mean_norm(optimizer).compressed_step(*torch.tensor([[3.0], [0.0]]), senders=2)
     onebit.reform(optimizer, group(3))
-    before = optimizer.run.state.mean_norm.numbers.tolist()
+    before = internals.mean_norm(optimizer).numbers.tolist()
     take(clipped, rank, optimizer, params, 6)
-    assert optimizer.run.state.mean_norm.numbers.tolist() != before
+    assert internals.mean_norm(optimizer).numbers.tolist() != before
     of_other_ranks, local, steps, share = before
     assert of_other_ranks == 0 and local > 0 and steps == 2 and 0 < share < 1
     return before
@@ -328,7 +329,7 @@ def test_a_rank_joins_after_skipped_steps(rank: int) -> None:
     params, optimizer = own.made(group(2) if rank < 2 else LocalTransport())
     run(own, rank, optimizer, params, 1, 7 if rank < 2 else 0)
     onebit.reform(optimizer, group(3))
-    assert optimizer.run.state.stages.skipped_in_a_row == 0
+    assert internals.stages(optimizer).skipped_in_a_row == 0
     with on_warnings() as said:
         run(own, rank, optimizer, params, 8, 12)
     assert sum("3 steps in a row were skipped" in each for each in said) == (rank == 0)
@@ -352,7 +353,7 @@ def join_with_a_late_parameter(rank: int, size: int, kind: str) -> bytes:
             break
         run(own, rank, optimizer, params, step, step)
     onebit.reform(optimizer, group(3))
-    assert [int(state["joined_after_step"].max()) for state in optimizer.run.state.states] == [2]
+    assert [int(state["joined_after_step"].max()) for state in internals.states(optimizer)] == [2]
     run(own, rank, optimizer, params, 5, 8)
     assert optimizer.compressing
     return bits(params)

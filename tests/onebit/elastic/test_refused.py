@@ -16,9 +16,10 @@ import onebit
 from onebit.collectives import CollectiveError
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.protocol import LocalTransport
+from tests import internals
 from tests.faults.striking import SCATTER
 from tests.onebit.elastic.failing import Failing, Failure
-from tests.onebit.elastic.test_halfway import residuals_of, state_of
+from tests.onebit.elastic.test_halfway import state_of
 from tests.onebit.runs import Case, assert_message, bits, nodes_of, on_ranks, refused, run, same, snapshot, take
 from tests.ranks import group, run_ranks
 
@@ -37,7 +38,7 @@ def ranks_at_other_steps(rank: int) -> Made:
     optimizer, params = trained(CASE, rank, 5, group(2))
     if rank == 1:
         optimizer.load_state_dict(snapshot(optimizer.state_dict()))
-        optimizer.run.state.stages.counts[0] += 2
+        internals.stages(optimizer).counts[0] += 2
     return optimizer, params
 
 
@@ -170,7 +171,7 @@ def test_what_one_rank_alone_has_is_an_error_on_all_and_changes_nothing(rank: in
 
 def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
     yield from (value for own in optimizer.state_dict()["state"].values() for value in own.values())
-    yield from residuals_of(optimizer)
+    yield from internals.left_out(optimizer)
 
 
 @pytest.mark.parametrize("wrong", [another_state, another_value])

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onebit.checkpoint import schema
 from onebit.optim.flat_state import pieces
 from onebit.optim.param_groups import is_compressed
+from tests import internals
 from tests.onebit.optim.simulation import group_or_none
 from tests.onebit.runs import Case, arrays, bits, clip_as_asked, on_warnings, run, same, snapshot, take, unchanged
 from tests.oracle.mean_norm import MeanNorm
@@ -78,21 +78,18 @@ def skips(rank: int, size: int, case: Case, tries: tuple[tuple[int, int, float],
 def memory(optimizer: Any) -> Any:
     """What a run goes on from on this rank, as it is: a state of one process alone is what it goes on from then."""
     optimizer.catch_up()
-    reached = schema.progress(optimizer.run)
+    reached = internals.progress(optimizer)
     found: list[Any] = [{k: v for k, v in reached.items() if k not in ("skipped_steps", "wire_bytes")}]
-    for part in optimizer.run.state.parts:
-        state, reducer = part.state, part.reducer
+    for state in internals.states(optimizer):
         found.append({name: state[name] for name in state.fields if name != "residual"})
-        if reducer is None:
-            continue
+    for reducer, exchange in zip(internals.reducers(optimizer), internals.exchanges(optimizer), strict=True):
         found.append(reducer.momentum())
-        exchange = reducer.exchange
         kept = [(exchange.layout.parts(exchange.node.rank, exchange.node.size), exchange.residual)]
         if exchange.server_residual is not None:
             kept.append((reducer.served_spans, exchange.server_residual))
         for spans, residual in kept:
             left_out = residual.left_out()
-            found += [[e for _, e in pieces(spans, left_out, i)] for i in range(len(state.params))]
+            found += [[e for _, e in pieces(spans, left_out, i)] for i in range(len(reducer.state.params))]
     return snapshot(found)
 
 
@@ -154,7 +151,7 @@ def clips(rank: int, size: int, case: Case, max_norm: float) -> bytes:
         coefficient = 1.0
         if step % 3:
             found = float(optimizer.clip_grad_norm_(max_norm))
-            full = optimizer.run.kind() == "full"
+            full = internals.coming_kind(optimizer) == "full"
             squares = _squares(case, size, step, [full or own for own in apart])
             norm = mean_norm.norm(squares, full)
             mean_norm.take(squares, full)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests import oracle
+from tests import internals, oracle
 from tests.collectives import steps
 from tests.collectives.steps import HALF_PLACE, ROUNDING, whole_scale
 from tests.onebit.runs import Case, arrays, bits, on_warnings, take
@@ -133,16 +133,16 @@ def record_run(rank, size, case, extra_syncs=()):
 
 
 def after(step, kind, optimizer, params):
-    [part] = optimizer.run.state.parts
+    [state], [local] = internals.states(optimizer), internals.local_steps(optimizer)
     values = [optimizer.state[p].get("master", p) for p in params]
     assert bits(params) == bits(x.to(p.dtype) for p, x in zip(params, values, strict=True))
-    fields = {name: as_numpy(part.state[name]) for name in part.state.fields if name != "residual"}
+    fields = {name: as_numpy(state[name]) for name in state.fields if name != "residual"}
     received = [None] * 3
     if optimizer.compressing:
-        exchange = part.reducer.exchange
+        [exchange] = internals.exchanges(optimizer)
         received = [as_numpy(exchange.residual.left_out()), server_residual(exchange), decoded(exchange)]
-        if part.local is not None:
-            of_steps = {"weights": part.local.weights, "decay": part.local.decay, "taken": part.local.taken}
+        if local is not None:
+            of_steps = {"weights": local.weights, "decay": local.decay, "taken": local.taken}
             fields |= {name: as_numpy(torch.as_tensor(value)) for name, value in of_steps.items()}
     return After(step, kind, bits(params), arrays(values), fields, *received)
 

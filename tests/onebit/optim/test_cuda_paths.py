@@ -18,6 +18,7 @@ from onebit.optim import gradients
 from onebit.optim import run as run_module
 from onebit.optim.gradients import HyperTable
 from onebit.parallel import flight
+from tests import internals
 from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, bits, run
 
@@ -83,10 +84,10 @@ def test_a_rate_that_is_a_tensor_of_the_host_is_read_there(monkeypatch):
     ends, written = [], []
     for lr in (torch.tensor(0.01), 0.01):
         params, optimizer = started(Case(options={"lr": lr}), 0)
-        assert optimizer.gradients.write_hyper(optimizer.run)[0, 0] == torch.tensor(0.01)
+        assert internals.hyper(optimizer)[0, 0] == torch.tensor(0.01)
         with monkeypatch.context() as patch:
             patch.setattr(Tensor, "__setitem__", lambda *arguments: written.append(arguments))
-            optimizer.gradients.write_hyper(optimizer.run)
+            internals.hyper(optimizer)
         run(Case(), 0, optimizer, params, 1, 3)
         ends.append(bits(params))
     assert ends[0] == ends[1] and not written

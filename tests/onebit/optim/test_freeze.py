@@ -14,8 +14,8 @@ from torch import nn
 
 import onebit
 from onebit import FreezeRule
-from onebit.optim.state import Part
-from tests import oracle
+from onebit.optim.snapshot import Part
+from tests import internals, oracle
 from tests.collectives.work import logged
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
@@ -249,7 +249,7 @@ def test_a_variance_far_below_the_others_is_floored(kind: str, floor: float) -> 
             optimizer.step()
     small = max(1e-6, floor * (6 + 2e-6) / 8)
     v = np.array([1.0] * 6 + [small] * 2)
-    d = optimizer.run.state.states[0].view("denominator", 0)
+    d = internals.states(optimizer)[0].view("denominator", 0)
     np.testing.assert_allclose(d[:8], 1 / (np.sqrt(v) + 1e-8), rtol=1e-5)
     assert d[8] == 0
 
@@ -271,7 +271,7 @@ def test_coefficients_are_averaged_from_where_lamb_began():
     assert optimizer.compressing
     expected = oracle.debiased(c, h, 3)
     assert len(set(expected.round(3))) > 2
-    np.testing.assert_allclose(as_numpy(optimizer.run.state.states[0]["coefficient_average"]), expected, rtol=1e-5)
+    np.testing.assert_allclose(as_numpy(internals.states(optimizer)[0]["coefficient_average"]), expected, rtol=1e-5)
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class Growing(Sized):
         with torch.no_grad():
             for p, growth, until in zip(params, self.growth, self.until, strict=True):
                 p.mul_(1 + growth if step <= until else 1.0)
-        c = np.concatenate([as_numpy(state["coefficient_average"]) for state in optimizer.run.state.states])
+        c = np.concatenate([as_numpy(state["coefficient_average"]) for state in internals.states(optimizer)])
         return c / (1 - self.options.get("coeff_beta", 0.9) ** step)
 
 

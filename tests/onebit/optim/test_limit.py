@@ -12,6 +12,7 @@ from torch import nn
 import onebit
 from onebit.optim.limit import USUAL
 from onebit.report.skips import SHORTENED_FOR
+from tests import internals
 from tests.onebit.runs import on_warnings, step_by
 
 LOCAL = {"var_freeze_step": 60, "local_step_scaler": 20, "local_step_clipper": 8}
@@ -69,7 +70,7 @@ def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shap
         return onebit.OneBitAdam([nn.Parameter(torch.zeros(200))], freeze_step=2, block_size=block_size)
 
     def usual(optimizer: Any) -> float:
-        return float(optimizer.run.state.parts[0].state[USUAL.name])
+        return float(internals.states(optimizer)[0][USUAL.name])
 
     optimizer, source = built(32), torch.Generator().manual_seed(0)
     for _ in range(4):
@@ -115,4 +116,4 @@ def test_a_local_step_after_one_that_was_left_out_has_a_limit_too() -> None:
         g = torch.randn(2000, generator=source)
         tiny.grad = 1e-18 * (g + g.sign())  # whose squares fp32 still holds, but not the squares of 1 / them
         optimizer.step()
-    assert tiny.isfinite().all() and optimizer.run.state.parts[0].state[USUAL.name].isfinite().all()
+    assert tiny.isfinite().all() and internals.states(optimizer)[0][USUAL.name].isfinite().all()

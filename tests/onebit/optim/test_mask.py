@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import internals
 from tests.onebit.optim.contract import backward, options, resumes, skips, started
 from tests.onebit.runs import Case, bits, build, frozen_name, kinds, on_ranks, parameters, refused, run, snapshot
 from tests.ranks import group
@@ -128,12 +129,12 @@ def test_a_state_from_elsewhere_does_not_move_it(kind: str, saved_after: int) ->
     run(case, 0, masked, params, saved_after + 1, saved_after + 5)
     assert masked.compressing
     assert_held(params, first)
-    [part] = masked.run.state.parts
-    left_out = part.reducer.exchange.residual.left_out()
+    [state], [exchange] = internals.states(masked), internals.exchanges(masked)
+    left_out = exchange.residual.left_out()
     for i, (p, mask) in enumerate(zip(params[:2], masks(), strict=False)):
-        frozen = part.state.view(frozen_name(kind), i)
+        frozen = state.view(frozen_name(kind), i)
         assert mask is not None and bool((frozen[~mask] == 0).all()) and bool((frozen[mask] != 0).all())
-        assert not part.state.cut(left_out, i).view_as(p)[~mask].any()
+        assert not state.cut(left_out, i).view_as(p)[~mask].any()
 
 
 def test_a_permuted_parameter_and_a_group_added_later() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import onebit
 from onebit.optim.options import OptionArguments, Options, without_markup
+from tests import internals
 from tests.onebit.optim.contract import options, started
 from tests.onebit.runs import OPTIMIZERS, Case, bits, build, freezing_kinds, kinds, parameters, refused, run, step_by
 
@@ -134,8 +135,8 @@ def test_numbers_of_numpy_are_numbers(kind):
     numbers, found = NUMBERS[kind], []
     of_numpy = {name: (np.float32 if isinstance(v, float) else np.int64)(v) for name, v in numbers.items()}
     for own in (numbers, of_numpy):
-        setup = build(kind, **own).setup
-        chosen = {**vars(setup.options), **setup.algorithm.settings()}
+        optimizer = build(kind, **own)
+        chosen = {**vars(internals.options(optimizer)), **internals.algorithm(optimizer).settings()}
         found.append({name: (value, type(value)) for name, value in chosen.items()})
     assert found[0] == found[1]
 
@@ -143,7 +144,7 @@ def test_numbers_of_numpy_are_numbers(kind):
 def test_those_of_a_freeze_rule_too():
     rule = onebit.FreezeRule(np.float32(0.5), np.int64(7))
     assert repr(rule) == "FreezeRule(threshold=0.5, window=7)"
-    assert build("OneBitAdam", freeze_step=rule).setup.window == 7
+    assert internals.window(build("OneBitAdam", freeze_step=rule)) == 7
 
 
 def test_a_schedule_may_leave_numbers_of_numpy_in_a_param_group(tmp_path):
@@ -169,7 +170,7 @@ def test_lambs_limits_may_be_equal():
         first.grad, second.grad = torch.ones(3), torch.ones(3)
         optimizer.step()
     assert optimizer.compressing
-    [state] = optimizer.run.state.states
+    [state] = internals.states(optimizer)
     assert state["coefficient_average"].tolist() == pytest.approx([0.2, 0.2], rel=1e-6)
     assert state["coefficient"].tolist() == pytest.approx([0.4, 0.4], rel=1e-6)
 
@@ -268,7 +269,7 @@ def test_scales_of_blocks_are_unbiased_where_nothing_is_said():
         ("OneBitAdam", {"norm": "l1"}, "l1"),
     ):
         optimizer = build(kind, **own)
-        assert optimizer.setup.norm == norm
+        assert internals.norm(optimizer) == norm
         step_by(optimizer, torch.randn_like)
 
 

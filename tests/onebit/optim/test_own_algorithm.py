@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import onebit
-from tests import oracle
+from tests import internals, oracle
 from tests.onebit.optim.contract import options, resumes, skips, started
 from tests.onebit.optim.simulation import record_run
 from tests.onebit.parallel.test_overlap import run_with_and_without
@@ -135,10 +135,10 @@ def loaded(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray], 
 
 def momentum_and_residuals(optimizer: Any) -> list[np.ndarray]:
     """b1 m + mean_i e_i + E: what the next messages have to carry, whoever holds it."""
-    [reducer], transport = optimizer.run.state.reducers, optimizer.setup.topology.replicas
-    mean = reducer.exchange.residual.left_out().clone()
+    [reducer], [exchange] = internals.reducers(optimizer), internals.exchanges(optimizer)
+    mean, transport = exchange.residual.left_out().clone(), exchange.transport
     transport.all_sum(mean, "adding up residuals in a test").wait()
-    mean.div_(transport.size).add_(reducer.exchange.gathered_server_residual())
+    mean.div_(transport.size).add_(exchange.gathered_server_residual())
     parts = [reducer.state.cut(mean, i) for i in range(len(reducer.state.params))]
     return [(e + 0.9 * m).double().numpy() for e, m in zip(parts, reducer.momentum(), strict=True)]
 

@@ -9,6 +9,7 @@ from torch import nn
 import onebit
 from onebit.kernels import backend
 from onebit.optim import flat_state
+from tests import internals
 from tests.onebit.optim.contract import started
 from tests.onebit.runs import Case, bits, build, kinds, on_ranks, parameters, refused, run, same, snapshot, step_by
 from tests.ranks import group
@@ -73,7 +74,7 @@ def test_the_variance_of_an_added_parameter_is_frozen_as_that_of_the_others(kind
         found = [optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**4) for p in (first, second)]
         expected = 4.0
     else:
-        [state], expected = optimizer.run.state.states, 0.5
+        [state], expected = internals.states(optimizer), 0.5
         found = [state.view("denominator", i) for i in range(2)]
     for values in found:
         torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-4, atol=0)
@@ -276,8 +277,8 @@ def test_a_state_that_is_there_moves_with_a_load():
             optimizer.step()
         state = snapshot(optimizer.state_dict())
         optimizer.load_state_dict(state)
-        assert optimizer.setup.device.type == optimizer.gradients.flags.device.type == "meta"
-        assert {state.device.type for state in optimizer.run.state.states} == {"meta"}
+        assert internals.device(optimizer).type == optimizer.gradients.flags.device.type == "meta"
+        assert {state.device.type for state in internals.states(optimizer)} == {"meta"}
     move(params, homes)
     optimizer.load_state_dict(state)
     for each, its in ((optimizer, params), (twin, others)):

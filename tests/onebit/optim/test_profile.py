@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from torch.profiler import profile
 
+from tests import internals
 from tests.onebit.optim.contract import give, started
 from tests.onebit.runs import Case
 from tests.ranks import run_ranks
@@ -18,7 +19,7 @@ def operations(rank: int, size: int, case: Case, steps: range) -> dict[int, tupl
     (params, optimizer), found = started(case, steps[0] - 1, rank, size), {}
     for step in steps:
         give(case, params, step, rank)
-        kind = optimizer.setup.algorithm.kind(step) if optimizer.compressing else "full"
+        kind = internals.algorithm(optimizer).kind(step) if optimizer.compressing else "full"
         with profile() as recorded:
             optimizer.step()
         found[step] = kind, {e.key: e.count for e in recorded.key_averages()}

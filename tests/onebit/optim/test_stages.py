@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import onebit
+from tests import internals
 from tests.onebit.optim import simulation as sim
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import LAMB, LambSimulation, Sized
@@ -90,7 +91,7 @@ def test_every_step_equals_the_simulation(name):
 def test_limits_of_steps_are_the_simulations():
     """They are the same even if no step of these runs is between them."""
     for kind, of in OF.items():
-        algorithm = build(kind).setup.algorithm
+        algorithm = internals.algorithm(build(kind))
         assert (algorithm.shortened_to, algorithm.trusted_step) == (of.longest, of.trusted)
 
 
@@ -144,5 +145,5 @@ def test_one_gradient_element_that_is_not_0_is_enough(ratio):
             params[0].grad, params[1].grad = None, None if step == 3 else torch.tensor([0.0, 1e-20, 0.0])
             optimizer.step()
             assert params[1].isfinite().all()
-            assert not optimizer.compressing or optimizer.run.state.states[0]["ratio"].isfinite().all()
+            assert not optimizer.compressing or internals.states(optimizer)[0]["ratio"].isfinite().all()
     assert optimizer.compressing

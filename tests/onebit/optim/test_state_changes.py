@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import internals
 from tests.onebit.optim.contract import started
 from tests.onebit.optim.test_parameter_changes import step_refused
 from tests.onebit.runs import Case, bits, build, kinds, on_ranks, parameters, refused, run, same, snapshot, take
@@ -128,10 +129,10 @@ def test_what_is_no_state_is_an_error() -> None:
 def test_reading_the_state_of_others_changes_nothing() -> None:
     """A defaultdict makes an entry of it."""
     params, optimizer = started(CASE, 4)
-    current = optimizer.run.state
+    current = internals.state(optimizer)
     assert optimizer.state[nn.Parameter(torch.zeros(2))] == {}
     take(CASE, 0, optimizer, params, 5)
-    assert optimizer.run.state is current
+    assert internals.state(optimizer) is current
 
 
 # Param groups and attributes

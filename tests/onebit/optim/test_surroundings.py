@@ -15,6 +15,7 @@ from torch import nn
 
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.kernels.cpu.compile import of_this_user
+from tests import internals
 from tests.internals import forget_process_group
 from tests.onebit.optim.contract import backward, give, started
 from tests.onebit.runs import Case, bits, build, kinds, on_ranks, on_warnings, run, same, snapshot, take
@@ -67,7 +68,7 @@ def test_a_process_group_that_was_made_later_is_found(rank: int) -> bytes:
     params, optimizer = case.made(LocalTransport())
     forget_process_group(optimizer)
     run(case, rank, optimizer, params, 1, 6)
-    assert optimizer.setup.topology.replicas.size == 8
+    assert internals.topology(optimizer).replicas.size == 8
     return bits(params)
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.optim import gradients
+from tests import internals
 from tests.onebit.optim.test_zero_one import CASE, LOCAL
 from tests.onebit.runs import OPTIMIZERS, bits, build, nodes_of, on_ranks, on_warnings
 from tests.ranks import group, run_ranks
@@ -64,7 +65,7 @@ class Trained:
 def trained(rank: int, size: int, net: Net, ddp: bool, more: dict[str, Any]) -> Trained:
     model, wrapped, optimizer = net.built(ddp, **more)
     source, norms = torch.Generator().manual_seed(rank), []
-    rounds = optimizer.setup.options.gradient_dtype is not None
+    rounds = internals.options(optimizer).gradient_dtype is not None
     for step in range(1, net.steps + 1):
         before, factor = bits(model.parameters()), net.factor
         if (step, rank) == (net.too_large, 1):

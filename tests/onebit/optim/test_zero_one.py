@@ -16,6 +16,7 @@ from torch import nn
 
 import onebit
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
+from tests import internals
 from tests.checkpoints import Holder
 from tests.onebit.optim import simulation
 from tests.onebit.optim.contract import options, started
@@ -138,11 +139,11 @@ def saved(rank: int, size: int, case: Case, last: int) -> dict[str, Any]:
 
 def to_send(optimizer: Any, case: Case) -> list[list[torch.Tensor]]:
     """What this rank would send of zero gradients, by parameter; with local steps what is left out, and m."""
-    [part] = optimizer.run.state.parts
-    exchange, m = part.reducer.exchange, part.last_momentum(optimizer.setup.algorithm)
+    [state], [exchange] = internals.states(optimizer), internals.exchanges(optimizer)
+    [m] = internals.last_momentum(optimizer)
     gathered = exchange.gathered_server_residual()
     left_out = exchange.residual.left_out() + (0 if gathered is None else gathered)
-    kept = [part.state.cut(left_out, i) for i in range(len(m))]
+    kept = [state.cut(left_out, i) for i in range(len(m))]
     if "local_step_scaler" in case.options:
         return [kept, [each.clone() for each in m]]
     return [[e + 0.9 * m for e, m in zip(kept, m, strict=True)]]
@@ -158,7 +159,7 @@ def loaded(rank: int, size: int, case: Case, saved: Any) -> tuple[int, list[list
     local = "local_step_scaler" in case.options
     if local:
         step_by(optimizer, torch.zeros_like)
-        [state] = optimizer.run.state.states
+        [state] = internals.states(optimizer)
         found.append([state.view("own_momentum", i).clone() for i in range(len(params))])
     run(case.but(missing=()), rank, optimizer, params, schedule.step + local, 26)
     if local:
@@ -310,8 +311,7 @@ def test_the_watch_waits_for_a_sync(rank: int, size: int, damaged: int, found: i
     case = options(LOCAL, check_every=5)
     params, optimizer = started(case, damaged, rank, size)
     if damaged and rank == 1:
-        [part] = optimizer.run.state.parts
-        part.state["exp_avg_sq"][3] *= 1.5
+        internals.states(optimizer)[0]["exp_avg_sq"][3] *= 1.5
     run(case, rank, optimizer, params, damaged + 1, (found or case.steps + 1) - 1)
     if found:
         with pytest.raises(onebit.DivergenceError):
@@ -398,7 +398,7 @@ def test_messages_are_made_without_a_mask_where_every_element_takes_part() -> No
     is loaded."""
 
     def masked(optimizer: Any) -> bool:
-        [exchange] = [reducer.exchange for reducer in optimizer.run.state.reducers]
+        [exchange] = internals.exchanges(optimizer)
         return exchange.live_in(exchange.layout.all()) is not None
 
     params = [nn.Parameter(torch.zeros(n)) for n in (40, 0, 7)]

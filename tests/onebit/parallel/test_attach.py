@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import onebit
 from onebit.parallel.buckets import LOCAL
+from tests import internals
 from tests.collectives.work import error_of
 from tests.onebit.runs import bits, build, kinds, nodes_of, on_ranks, on_warnings, refused
 from tests.ranks import group, run_ranks
@@ -494,7 +495,7 @@ def test_a_step_within_no_sync_leaves_it_on_and_averages_itself(rank):
 @on_ranks(2)
 def test_a_full_step_that_was_not_expected_is_averaged_by_the_step(rank):
     """A step that is skipped moves the schedule by one: the gradients of a full step may not have been in a bucket."""
-    algorithm = onebit.ZeroOneAdam([nn.Parameter(torch.ones(2))], var_update_scaler=2).setup.algorithm
+    algorithm = internals.algorithm(onebit.ZeroOneAdam([nn.Parameter(torch.ones(2))], var_update_scaler=2))
     assert [algorithm.kind(step) for step in (4, 5, 6)] == ["1 bit", "full", "1 bit"]
     ends = []
     for bad in ((4, 1), (4, 0)):

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onebit
 from onebit.collectives.transport import transport_for
 from onebit.optim.sharding import local
+from tests import internals
 from tests.onebit.runs import OPTIMIZERS, bits, build, on_ranks, same, snapshot
 
 AT = (24, 32, 52)  # steps after which runs are compared
@@ -176,7 +177,7 @@ def with_a_layer_apart(rank: int, mesh: Any, kind: str) -> list[bytes]:
         layers = [{"params": net[:-1].parameters()}, {"params": net[-1].parameters(), "compress": False}]  # type: ignore[index]
         optimizer = attached(net, mesh, kind, layers, hooked, **SOON)
         trained(rank, net, optimizer, 9)
-        assert optimizer.compressing and len(optimizer.run.state.uncompressed) == 1
+        assert optimizer.compressing and len(internals.uncompressed(optimizer)) == 1
         ends.append(bits(whole(net)))
     optimizer.synchronize()
     state = snapshot(optimizer.state_dict())

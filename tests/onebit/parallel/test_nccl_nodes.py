@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
+from tests import internals
 from tests.limits import HUNG
 from tests.onebit.parallel.one_gpu import FREEZE, STEPS, join, needs_gpu, no_waits
 from tests.onebit.runs import bits, build
@@ -85,7 +86,7 @@ def way(
             if clip is not None:
                 optimizer.clip_grad_norm_(clip)
             optimizer.step()
-    topology = optimizer.setup.topology
+    topology = internals.topology(optimizer)
     assert optimizer.compressing and (topology.slices == 2) == ("node_group" in options and not of_means)
     return torch.cat([getattr(p, "full_tensor", p.clone)().detach().view(-1).cpu() for p in net.parameters()])
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
-from onebit.collectives.exchange import Exchange
-from tests.internals import join_flight
+from tests import internals
 from tests.limits import HUNG
 from tests.onebit.checkpoint.states import set_parameters
 from tests.onebit.optim.contract import options
@@ -78,26 +77,21 @@ def run_with_and_without(rank: int, case: Case, how: str, first: int) -> dict[st
                     backward(case, rank, params, step + 50)
                     backward(case, rank, params, step + 100)
             backward(case, rank, params, step, 8.0 if now == "scaler" else 1.0)
-            if optimizer.setup.options.overlap:
+            if internals.options(optimizer).overlap:
                 early.append(optimizer.overlap.in_flight)
             if (now, step) != ("no_sync", 6):
                 with on_warnings() as texts:
                     end_step(now, case, rank, optimizer, params, step)
                 warned += [text for text in texts if "overlap" in text]
         if (now, step) != ("no_sync", 6):
-            one, other = ((o.synchronized and snapshot(o.state_dict()), bits(p), left_out(o)) for o, p in runs)
-            equal.append((one[0] is False or unchanged(one[0], other[0])) and one[1:] == other[1:])
+            one, other = (o.synchronized and snapshot(o.state_dict()) for o, _ in runs)
+            values = [bits([*params, *internals.left_out(o)]) for o, params in runs]
+            equal.append((one is False or unchanged(one, other)) and values[0] == values[1])
     (optimizer, params), _ = runs
     return {
         "equal": equal, "early": early, "warned": warned, "skipped": optimizer.skipped_steps, "params": bits(params),
         "more threads": threading.active_count() - threads,
     }  # fmt: skip
-
-
-def left_out(optimizer: Any) -> bytes:
-    """The bits of what this rank has left out, of what it has sent, and of replies."""
-    exchanges = [reducer.exchange for reducer in optimizer.run.state.reducers]
-    return bits(residual.left_out() for exchange in exchanges for residual in exchange.residuals.values())
 
 
 SHAPES = (*Case().shapes, (400,))
@@ -192,7 +186,7 @@ def test_messages_arrive_while_backward_still_computes(rank: int) -> None:
     arrived = []
 
     def wait(grad: Tensor) -> None:
-        exchange: Exchange = optimizer.run.state.reducers[0].exchange
+        [exchange] = internals.exchanges(optimizer)
         stop = time.monotonic() + HUNG / 8
         while time.monotonic() < stop and exchange.wire_bytes < before + 3 * nbytes:
             time.sleep(0.001)
@@ -202,7 +196,7 @@ def test_messages_arrive_while_backward_still_computes(rank: int) -> None:
         optimizer.zero_grad()
         loss = model(torch.ones(2, 20) * (rank + 1)).square().sum()
         if step == 3:
-            before, nbytes = optimizer.wire_bytes, optimizer.run.state.reducers[0].exchange.format.nbytes
+            before, nbytes = optimizer.wire_bytes, internals.exchanges(optimizer)[0].format.nbytes
             model[0].weight.register_hook(wait)
         loss.backward()
         optimizer.step()
@@ -262,10 +256,10 @@ def test_an_error_of_the_thread_is_raised_by_step(rank: int) -> None:
         optimizer.zero_grad()
         backward(Case(), rank, params, step)
         if step == 5:
-            join_flight(optimizer)
+            internals.join_flight(optimizer)
         optimizer.step()
     optimizer.zero_grad()
-    exchange = optimizer.run.state.reducers[0].exchange
+    exchange = internals.exchanges(optimizer)[0]
     exchange.backend = Mock(run=Mock(side_effect=RuntimeError("the network is gone")))  # which averages in the thread
     backward(Case(), rank, params, 6)
     with pytest.raises(RuntimeError, match=r"^the network is gone$"):

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests import internals
 from tests.checkpoints import Run
 from tests.collectives.work import logged
 from tests.onebit.optim.contract import give, started
@@ -42,9 +43,10 @@ def test_hosts_are_nodes(rank: int, hosts: list[int], slices: int) -> bytes:
     case = CASE.but(options={"freeze_step": 2, "node_group": "auto"}, each=1)
     with patch.dict(os.environ, {"GROUP_RANK": str(hosts[rank])}), logged() as said:
         run = Run(case, 4, rank, group())
-        topology, run.optimizer, state = run.optimizer.setup.topology, case.build(run.params, group()), run.all()[1]
+        topology, state = internals.topology(run.optimizer), run.all()[1]
+        run.optimizer = case.build(run.params, group())
         run.optimizer.load_state_dict(state)
-        assert run.optimizer.setup.topology.residual_index == topology.residual_index
+        assert internals.topology(run.optimizer).residual_index == topology.residual_index
         run.on(5, 6)
     assert (topology.slices, topology.residual_index) == (slices, rank)
     assert rank > 0 or any("2 nodes of 2 ranks" in line for line in said) == (slices == 2)
@@ -56,7 +58,7 @@ def test_hosts_are_nodes(rank: int, hosts: list[int], slices: int) -> bytes:
 def test_diagnostics_are_of_this_ranks_slice(rank: int, kind: str) -> float:
     """The norm that is reported of this rank's residual is, for every parameter, that of what it has of it."""
     optimizer = Run(CASE.but(kind=kind), 5, rank, group()).optimizer
-    found, [state] = list(optimizer.diagnostics().values()), optimizer.run.state.states
+    found, [state] = list(optimizer.diagnostics().values()), internals.states(optimizer)
     norms = [math.hypot(*(float(e.norm()) for _, e in state.parts_of("residual", i))) for i in range(len(found))]
     assert [own["residual_norm"] for own in found] == pytest.approx(norms, rel=1e-5)
     assert max(norms) > 0 and (0.0 in norms or rank > 0)

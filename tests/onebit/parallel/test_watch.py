@@ -12,7 +12,7 @@ import onebit
 from onebit.collectives.agreement import checksums
 from onebit.collectives.transport.protocol import Work
 from onebit.collectives.transport.torch import TorchTransport
-from onebit.parallel.watch import shared_tensors
+from tests import internals
 from tests.checkpoints import Run
 from tests.onebit.runs import Case, bits, build, frozen_name, on_ranks, take
 from tests.ranks import group
@@ -62,7 +62,7 @@ def test_a_checksum_sees_what_changed_places_and_is_of_bits_not_of_numbers() -> 
 def check_now(optimizer: Any) -> str:
     """The error of a check, with check_every=1."""
     try:
-        optimizer.watch.check(optimizer.run)
+        internals.check_ranks(optimizer)
     except onebit.DivergenceError as error:
         return str(error)
     return ""
@@ -77,7 +77,7 @@ def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
     case = Case(kind, dtype=dtype, steps=6, options={"freeze_step": freeze_step, **ALWAYS}, groups=({}, {"lr": 1e-3}))
     optimizer, texts = Run(case, case.steps, rank, group()).optimizer, {}
     assert check_now(optimizer) == ""
-    for name, tensor in shared_tensors(optimizer.run):
+    for name, tensor in internals.shared(optimizer):
         if not tensor.numel():
             continue
         if rank == 1:
@@ -85,8 +85,8 @@ def test_a_flipped_bit_in_anything_that_ranks_share_is_named_on_every_rank(
         texts[name] = check_now(optimizer)
         if rank == 1:
             flip(tensor, 3, tensor.numel() - 1)
-    for reducer in optimizer.run.state.reducers:
-        reducer.exchange.residual.value.add_(rank)
+    for exchange in internals.exchanges(optimizer):
+        exchange.residual.value.add_(rank)
     assert check_now(optimizer) == ""
     expected = {"exp_avg", "exp_avg_sq"} if freeze_step == 50 else {frozen_name(kind)}
     expected |= {"exp_avg_sq"} if kind == "OneBitLamb" else set()
@@ -147,7 +147,7 @@ def test_a_check_comes_last_in_every_so_many_steps(rank: int, every: int, expect
         assert CHECK not in seen[:-1]
         checks += [step] * seen.count(CHECK)
     assert checks == expected
-    assert build("OneBitAdam").setup.options.check_every == 1000
+    assert internals.options(build("OneBitAdam")).check_every == 1000
 
 
 def test_one_rank_alone_compares_nothing() -> None:

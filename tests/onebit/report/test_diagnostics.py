@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import onebit
+from tests import internals
 from tests.checkpoints import Run
 from tests.onebit.runs import Case, on_ranks, step_by
 from tests.ranks import group
@@ -50,10 +51,10 @@ def test_norms_and_scales(rank: int, kind: str, scale: str, reply: Any) -> None:
     np.testing.assert_allclose(said("variance_norm"), norms(variances), rtol=1e-5)
     assert not any("residual_norm" in own for own in optimizer.diagnostics().values())
     if kind == "OneBitLamb":
-        assert said("coefficient") == optimizer.run.state.states[0]["coefficient"].tolist()
+        assert said("coefficient") == internals.states(optimizer)[0]["coefficient"].tolist()
     run.on(4, 8)
-    (reducer,) = optimizer.run.state.reducers
-    state, e = reducer.state, reducer.exchange.residual.left_out()
+    [reducer], [exchange] = internals.reducers(optimizer), internals.exchanges(optimizer)
+    state, e = reducer.state, exchange.residual.left_out()
     left_out = [state.cut(e, i) for i in range(len(params))]
     np.testing.assert_allclose(said("residual_norm"), norms(left_out), rtol=1e-5)
     assert all(size > 0 for size in said("momentum_scale"))
@@ -61,8 +62,8 @@ def test_norms_and_scales(rank: int, kind: str, scale: str, reply: Any) -> None:
         expected = [sizes(state, i, m) for i, m in enumerate(reducer.momentum())]
         np.testing.assert_allclose(said("momentum_scale"), expected, rtol=1e-5)
     assert all(("ratio" in own) == (kind == "OneBitLamb") for own in optimizer.diagnostics().values())
-    server, squares = reducer.exchange.gathered_server_residual(), torch.tensor(said("server_residual_norm")).square()
-    optimizer.setup.topology.replicas.all_sum(squares, "adding up shards in a test").wait()
+    server, squares = exchange.gathered_server_residual(), torch.tensor(said("server_residual_norm")).square()
+    internals.topology(optimizer).replicas.all_sum(squares, "adding up shards in a test").wait()
     by_servers = [state.cut(torch.zeros_like(e) if server is None else server, i) for i in range(len(params))]
     np.testing.assert_allclose(squares.sqrt(), norms(by_servers), rtol=5e-5)
 
