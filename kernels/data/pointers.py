@@ -117,8 +117,8 @@ class Pointers(Record):
             )
         if tensor.dtype != self.dtype:
             raise TypeError(
-                f"{name} has dtype {tensor.dtype} where the others have {self.dtype}: one table holds one dtype. "
-                f"Cast it, or give each dtype a table of its own"
+                f"{name} has dtype {tensor.dtype}, and had {self.dtype} when the table of addresses was made: "
+                f"kernels read one dtype. Cast it back, or make a new table"
             )
         if tensor.device != self.device:
             raise ValueError(

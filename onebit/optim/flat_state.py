@@ -267,7 +267,13 @@ class FlatState:
 
     def bind_tensors(self) -> None:
         """To the parameters and gradients as they lie now."""
-        self.parameters.bind_tensors(self.stored(self.values_now()))
+        try:
+            self.parameters.bind_tensors(self.stored(self.values_now()))
+        except TypeError as error:
+            raise TypeError(
+                f"{error}. The model was cast (model.to(dtype), .half()) after the first step: cast the model before, "
+                f"or go on with optimizer.load_state_dict(optimizer.state_dict())"
+            ) from error
         self.take_over_writes()
         self.gradients.bind_tensors(self.stored(self.gradients_now()))
 

@@ -36,6 +36,7 @@ _CHANGES_THE_UPDATE = {
     "maximize": "steps go down. Negate the loss instead",
     "differentiable": "a step writes to each parameter by its address, which autograd does not see. Leave it out",
 }
+_OF_OTHER_OPTIMIZERS = {"exp_avg_mask": MASK, "momentum": "betas"}
 OF_ADAMW = {"decoupled_weight_decay"} | _HOW_ADAMW_RUNS | _CHANGES_THE_UPDATE.keys()
 
 
@@ -333,20 +334,31 @@ def _without_those_of_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(group: Mapping[str, Any], options: Collection[str]) -> None:
-    """That no key of a param group is passed over in silence."""
+    """Raise a ValueError for a key of a param group that is meant as an option, and is none. Labels are taken."""
     if MASK in group:
         raise ValueError(
             f"a param group has {MASK!r}, which was put there later, and nothing would be done with it. Give it with "
             f"its parameters when the optimizer is built, or to add_param_group"
         )
     for name in group.keys() - options - KEYS_OF_OTHERS:
-        if name not in OF_ADAMW:
-            raise ValueError(
-                f"a param group has {name!r}, with which nothing would be done: the options of a group are "
-                f"{', '.join(sorted(options))}. Take it out of the group; a label of your own goes under 'name'"
-            )
-        if group[name] and name in _CHANGES_THE_UPDATE:
+        if name in _CHANGES_THE_UPDATE and group[name]:
             raise ValueError(f"a param group has {name}={group[name]!r}: {_CHANGES_THE_UPDATE[name]}")
+        if name not in OF_ADAMW and (meant := _almost_names(name, frozenset(options))):
+            where = "" if meant in {MASK, *options} else ", which goes to the constructor"
+            raise ValueError(
+                f"a param group has {name!r}, with which nothing would be done: do you mean {meant}{where}? The "
+                f"options of a group are {', '.join(sorted({MASK, *options}))}. Take {name!r} out of the group; labels "
+                f"of your own are taken unless they look like an option"
+            )
+
+
+@cache
+def _almost_names(key: object, options: frozenset[str]) -> str | None:
+    """Return the option that a key of a param group misses by little, or names where it does nothing."""
+    if not isinstance(key, str):
+        return None
+    near = difflib.get_close_matches(key, {*options, MASK, *(each.name for each in fields(Options))}, 1, cutoff=0.8)
+    return _OF_OTHER_OPTIMIZERS.get(key, near[0] if near else None)
 
 
 def check_last_group(groups: Sequence[Mapping[str, Any]], options: Collection[str]) -> None:

@@ -274,13 +274,16 @@ class OneBitOptimizer(Progress):
         return None
 
     def move_with_parameters(self) -> None:
-        """Until a step was begun or a state loaded: trainers move a model that has its optimizer."""
+        """Follow the parameters until a step was begun or a state loaded: trainers move or cast a model that has its
+        optimizer."""
         state = self.run.state
         if state.ranks_agree or state.stages.steps or state.stages.compressing:
             return
         if (device := self.new_device) is not None:
             setup = self._setup_on(device)
             self._move_to(Run(setup, State.of(setup)))
+        elif any(p.dtype != each.dtype for each in state.states for p in each.params):
+            self.install(replace(self.run, state=State.of(self.run.setup)))
 
     def change_setup(self, **changes: Any) -> None:
         self.run = replace(self.run, setup=replace(self.run.setup, **changes))

@@ -263,6 +263,37 @@ def test_the_model_of_a_rank_that_joins_may_have_moved(rank):
     return bits(given)
 
 
+@kinds
+@on_ranks(2)
+def test_a_model_may_be_cast_before_the_first_step(rank, kind):
+    case = Case(kind, SHAPES, steps=6, options={"freeze_step": 3, "block_size": 32})
+    params, cast = case.parameters(), case.but(dtype="bfloat16")
+    others, optimizer = cast.parameters(), case.build(params, group())
+    for p in params:
+        p.data = p.data.bfloat16()
+    for each, its in ((optimizer, params), (cast.build(others, group()), others)):
+        run(cast, rank, each, its, 1, case.steps)
+    assert bits(params) == bits(others) and optimizer.compressing
+
+
+@pytest.mark.parametrize("steps", [2, 5], ids=["stage 1", "stage 2"])
+def test_a_model_that_is_cast_later_goes_on_with_a_load(steps):
+    case = Case(shapes=SHAPES, steps=8, options={"freeze_step": 3, "block_size": 32})
+    params = case.parameters()
+    optimizer = case.build(params)
+    run(case, 0, optimizer, params, 1, steps)
+    for p in params:
+        p.data, p.grad = p.data.bfloat16(), None
+    case = case.but(dtype="bfloat16")
+    words = ("parameter 0 has dtype torch.bfloat16, and had torch.float32", "was cast", "load_state_dict")
+    with refused(TypeError, *words):
+        run(case, 0, optimizer, params, steps + 1, steps + 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = [p.detach().clone() for p in params]
+    run(case, 0, optimizer, params, steps + 1, case.steps)
+    assert all(bool((p != x).any()) and bool(p.isfinite().all()) for p, x in zip(params, before, strict=True))
+
+
 def test_a_state_that_is_there_moves_with_a_load():
     """Accelerate moves it so."""
     case = Case(shapes=SHAPES, steps=6, options={"freeze_step": 3, "block_size": 32})

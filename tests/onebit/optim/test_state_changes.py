@@ -139,7 +139,10 @@ def test_reading_the_state_of_others_changes_nothing() -> None:
 
 
 def test_a_key_that_would_be_passed_over_is_an_error() -> None:
-    for key, value in (("exp_avg_mask", torch.ones(40)), ("momentum", 0.9), ("maximize", True), ("amsgrad", True)):
+    for key, value in (
+        ("exp_avg_mask", torch.ones(40)), ("momentum", 0.9), ("maximize", True), ("amsgrad", True),
+        ("weight_decy", 0.1), ("beta", 0.9), ("freeze_step", 3), ("zero_varianc", "hold"),
+    ):  # fmt: skip
         params = parameters((40,))
         with pytest.raises(ValueError, match=key):
             build("OneBitAdam", [{"params": params, key: value}])
@@ -154,17 +157,27 @@ def test_a_key_that_would_be_passed_over_is_an_error() -> None:
         optimizer.step()
 
 
-def test_keys_of_schedulers_and_of_adamw_that_change_nothing_may_be_there() -> None:
+def test_labels_and_keys_of_schedulers_and_of_adamw_that_change_nothing_may_be_there() -> None:
     params = parameters((40,))
-    more = {"name": "all", "lr_scale": 0.5, "maximize": False, "amsgrad": False, "foreach": None, "fused": True}
+    labels = {"param_group": "bias", "layer_id": 3, "use_muon": False, 7: "seven"}  # also as ultralytics has them
+    more = {
+        "name": "all",
+        "lr_scale": 0.5,
+        **labels,
+        "maximize": False,
+        "amsgrad": False,
+        "foreach": None,
+        "fused": True,
+    }
     optimizer = build("OneBitAdam", [{"params": params, **more}], freeze_step=3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=5)
     params[0].grad = torch.ones(40)
     optimizer.step()
     scheduler.step()
-    other = build("OneBitAdam", parameters((40,)), freeze_step=3)
+    other = build("OneBitAdam", [{"params": parameters((40,)), **labels}], freeze_step=3)
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["max_lr"] == 1e-2
+    assert {key: optimizer.param_groups[0][key] for key in labels} == labels
 
 
 def test_a_key_of_a_loaded_state_that_is_unknown_is_left_out_with_a_warning() -> None:
