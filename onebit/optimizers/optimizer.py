@@ -53,6 +53,7 @@ from onebit.parallel.start_checks import start
 from onebit.parallel.watch import Watch
 from onebit.report.pay_off import PayOff
 from onebit.report.skips import warnings_of_skips
+from onebit.report.untrained import Untrained
 from onebit.warning import warn
 
 _ENDING = "comparing how many steps ranks have taken (all-gather)"
@@ -110,6 +111,7 @@ class OneBitOptimizer(Progress):
     ) -> None:
         ranks = options.pop("process_group", None), options.pop("node_group", "auto")
         chosen = Options.of(options, self.without_options)
+        self._untrained: Untrained | None = None  # once some steps have shown that all parameters train
         self._built, self._has_warned, self._fixed = False, False, dict[Tensor, Tensor]()
         self.begun = False  # whether the kind of the coming step is decided
         self.coming: Step | None = None  # that step, until it has ended
@@ -131,7 +133,7 @@ class OneBitOptimizer(Progress):
         self.before_reform: dict[str, Any] = {}  # what this rank was in the group before the last one
         self.giver: StepListener | None = None  # for processes that will join: see onebit.Giver
         self.follower: RunFollower | None = None  # of a process that will join: see onebit.follow
-        self._built_for = param_groups.identities(groups)
+        self._built_for, self._untrained = param_groups.identities(groups), Untrained(groups)
         self.install(Run(setup, State.of(setup)))
         self._built = True
         self._refused_attributes = options_named(type(self))  # type: ignore[arg-type]
@@ -141,11 +143,16 @@ class OneBitOptimizer(Progress):
         """One step of the stage that is due, the same on every rank, or none on any."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         param_groups.check_gradients(self.param_groups, self.run.setup.names)
+        if self._untrained is not None:
+            self.after_step.extend(self._untrained.warnings(self.run.setup))
+            self._untrained = None if self._untrained.is_over else self._untrained
         with counted(self.pay_off.waits), nullcontext() if self.giver is None else self.giver.paused():
             step = self.begin_step()
             run, gradients = self.run, self.gradients
-            if not run.state.parts:
-                return loss  # no parameter trains
+            if not run.state.parts:  # no parameter trains
+                while self.after_step:
+                    self.after_step.pop(0)()
+                return loss
             self.coming = step = self.overlap.sent(step)
             gradients.set_scale(getattr(self, "grad_scale", None), getattr(self, "found_inf", None), run)
             flags = step.average_and_check()

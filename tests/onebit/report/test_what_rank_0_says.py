@@ -48,6 +48,44 @@ def test_a_rank_with_nan_for_ever_is_named(rank, kind):
         assert "skipped            15 of these" in str(report)
 
 
+def frozen(params):
+    for p in params:
+        p.requires_grad_(False)
+
+
+SILENT = {  # what is done to the parameters, the step that warns, and its words
+    "all are frozen": (frozen, 1, ("2 of 2 parameters", "were frozen", "no step changes anything", "get_peft_model")),
+    "one is frozen": (lambda params: frozen(params[1:]), 1, ("1 of 2 parameters (1 of", "were frozen", "do not train")),
+    "one has no gradient": (None, 5, ("1 of 2 parameters (1 of", "no gradient in 5 steps", "do not train")),
+}
+
+
+@pytest.mark.parametrize("what", SILENT)
+@on_ranks(2)
+def test_parameters_that_do_not_train_are_one_warning(rank, what):
+    change, due, words = SILENT[what]
+    missing = () if change else tuple((step, r, 1) for step in range(1, 20) for r in (0, 1))
+    case = Case(shapes=((7, 9), (33,)), options={"freeze_step": 4}, missing=missing)
+    (params, optimizer), texts = started(case, 0, rank, 2), {}
+    if change:
+        change(params)
+    for step in range(1, 9):
+        for p, g in zip(params, case.gradients(rank, step), strict=True):
+            p.grad = g if p.requires_grad else None
+        with on_warnings() as caught:
+            optimizer.step()
+        texts |= {step: caught[0]} if caught else {}
+    assert list(texts) == ([due] if rank == 0 else [])
+    assert rank or all(word in texts[due] for word in words), texts
+
+
+def test_a_parameter_without_a_gradient_now_and_then_is_no_warning():
+    missing = tuple((step, 0, 1) for step in (1, 2, 4, 5, 6, 7))
+    with on_warnings() as caught:
+        started(Case(shapes=((7, 9), (33,)), options={"freeze_step": 4}, missing=missing), 8)
+    assert not caught
+
+
 @on_ranks(2)
 def test_so_is_one_whose_gradients_are_finite_and_too_large(rank):
     bad = tuple((step, 1, 2.0**42) for step in range(3, 30))
