@@ -85,6 +85,11 @@ class Gradients:
         return self._hyper.write(run.setup.hyper_rows(step), [group["lr"] for group in run.setup.groups], factor)
 
     @property
+    def are_scaled(self) -> bool:
+        """Whether a GradScaler has a part in this step."""
+        return self._unscale is not None or self._found_inf is not None
+
+    @property
     def hyper(self) -> Tensor:
         """As they were written last."""
         return self._hyper.values

@@ -51,6 +51,7 @@ from onebit.optimizers.shown_state import ShownState
 from onebit.parallel.overlap import Overlap
 from onebit.parallel.start_checks import start
 from onebit.parallel.watch import Watch
+from onebit.report.foreign_clip import ForeignClip
 from onebit.report.pay_off import PayOff
 from onebit.report.skips import warnings_of_skips
 from onebit.report.untrained import Untrained
@@ -127,6 +128,7 @@ class OneBitOptimizer(Progress):
         self.averaged_in_backward = False  # in full-precision steps, if not left to `step`: see onebit.attach
         self.leave_out_buckets: Callable[[bool], None] = lambda buckets: None  # DDP's, of the coming pass
         self.after_step: list[Callable[[], None]] = []  # logs and warnings, due when a step's collectives are over
+        self.foreign_clip: ForeignClip | None = ForeignClip()  # until some steps have shown that nobody else clips
         self.pay_off = PayOff(device)
         self.watch = Watch(chosen.check_every)
         self.reforms = 0  # how often the run has gone on with other ranks: see onebit.reform
@@ -155,6 +157,9 @@ class OneBitOptimizer(Progress):
                 return loss
             self.coming = step = self.overlap.sent(step)
             gradients.set_scale(getattr(self, "grad_scale", None), getattr(self, "found_inf", None), run)
+            if self.foreign_clip is not None:
+                self.after_step.extend(self.foreign_clip.warnings(run, gradients))
+                self.foreign_clip = None if self.foreign_clip.is_over else self.foreign_clip
             flags = step.average_and_check()
             self.after_step.extend(warnings_of_skips(run, gradients.hyper))
             step.move(gradients.write_hyper(run), flags)

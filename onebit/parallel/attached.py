@@ -144,6 +144,8 @@ def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Ten
                 optimizer.begin_step()
             elif bucket.index() == 0:
                 optimizer.gradients.forget_clip()
+            if bucket.index() == 0 and optimizer.foreign_clip is not None:
+                _when_ddp_has_ended(partial(optimizer.foreign_clip.backward_ended, optimizer.run))
     state.check_all_are_averaged(bucket)
     own = bucket.buffer().dtype
     owners = list(map(state.owners.get, bucket.parameters()))

@@ -218,3 +218,36 @@ def test_a_state_with_more_steps_than_freeze_step_says_that_stage_2_begins_at_on
             run(case, 0, optimizer, params, steps + 1, steps + 5)
         assert any(f"has {steps} steps, more than freeze_step" in text for text in texts) == says
         assert any("Stage 2 begins" in text for text in texts)
+
+
+CHANGED = {  # what is done between backward and step, and whether that is a warning
+    "torch's clipping": (lambda net, o: nn.utils.clip_grad_norm_(net.parameters(), 1e-3), True),
+    "torch's clipping, of norms below": (lambda net, o: nn.utils.clip_grad_norm_(net.parameters(), 1e3), True),
+    "ours": (lambda net, o: o.clip_grad_norm_(1e-3), False),
+    "nothing": (lambda net, o: None, False),
+    "one gradient": (lambda net, o: net[0].weight.grad.mul_(2), False),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "view"),  # views of a bucket count writes together
+    [(change, view) for change in CHANGED for view in (True, False) if not (view and change == "one gradient")],
+)
+@on_ranks(2)
+def test_torchs_clipping_in_stage_2_is_one_warning(rank, change, view):
+    clip, warns = CHANGED[change]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    ddp = DistributedDataParallel(net, process_group=group(), gradient_as_bucket_view=view)
+    optimizer = onebit.OneBitAdam(net.parameters(), freeze_step=3, process_group=group())
+    onebit.attach(ddp, optimizer)
+    texts = {}
+    for step in range(1, 8):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 6)).sum().backward()
+        clip(net, optimizer)
+        with on_warnings() as caught:
+            optimizer.step()
+        texts |= {step: caught[0]} if caught else {}
+    assert list(texts) == ([4] if warns and rank == 0 else [])
+    assert not texts or "call optimizer.clip_grad_norm_(max_norm) instead" in texts[4]
