@@ -25,7 +25,7 @@ from onebit.checkpoint.checks import (
 )
 from onebit.checkpoint.schema import messages_of, progress, saved_fields
 from onebit.kernels.data.bits import packed
-from onebit.optim.fields import MASTER, MOMENTUM, RESIDUAL, Field
+from onebit.optim.fields import JOINED, MASTER, MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.limit import USUAL
 from onebit.optim.masks import clear_fields
@@ -99,7 +99,8 @@ class _Restoration:
                     f"the state was saved with parameters of {len(chunks)} dtypes, here they have {dtypes}: messages "
                     f"of stage 2 are made for each. Cast the model as it was when it was saved"
                 )
-        parts = [Part(state) for state in setup.flat_states(chunks)]
+        joined = self._joined()
+        parts = [Part(state) for state in setup.flat_states(chunks, joined)]
         for part in parts:
             saved, in_stage_2 = self._checked(part.state), numbers["compressing"] and part.state.compressed
             if in_stage_2:
@@ -117,7 +118,14 @@ class _Restoration:
         stages = Stages(rule, setup.device, steps=steps, skipped=skipped, compressing=compressing)
         mean_norm, sent = MeanNorm(setup.device, self._mean_norm()), int(numbers["wire_bytes"])
         at: MomentumAt = "exp_avg" if compressing else "messages"
-        return State(parts, stages, mean_norm, sent, merged=compressing, momentum_at=at)
+        late = setup.late_rows(joined)
+        return State(parts, stages, mean_norm, sent, merged=compressing, momentum_at=at, late=late)
+
+    def _joined(self) -> dict[Tensor, int]:
+        """Return after which step a parameter was added, where that was saved and is one number as it should be."""
+        found: dict[Tensor, Any] = {p: own.get(JOINED.name) for p, own in self.saved.items()}
+        known = {p: float(n) for p, n in found.items() if _form(n) == (torch.float32, 1, False)}
+        return {p: int(n) for p, n in known.items() if 0 < n <= self.numbers["steps"]}
 
     def _mean_norm(self) -> list[float]:
         """The numbers of the mean's norm. With another number of senders F is not known: a mean of more gradients is
@@ -169,6 +177,10 @@ def _whole_residual(state: FlatState, saved: Sequence[Saved]) -> Tensor | None:
         if RESIDUAL.name in own:
             state.elements_of(whole, i).copy_(flattened(own[RESIDUAL.name], state.orders[i]))
     return whole
+
+
+def _form(value: Any) -> tuple[torch.dtype, int, bool] | None:
+    return (value.dtype, value.numel(), value.is_meta) if isinstance(value, Tensor) else None
 
 
 def _differs(field: Field, saved: Sequence[Saved]) -> bool:

@@ -41,6 +41,7 @@ class FlatState:
         params: Sequence[Tensor],
         groups: Sequence[int],
         *,
+        rows: Sequence[int] | None = None,
         block_size: int,
         ranks: int,
         slices: int = 1,
@@ -51,13 +52,15 @@ class FlatState:
         fixed: Mapping[Tensor, Tensor] | None = None,
         compressed: bool = True,
     ) -> None:
-        """groups: the param group of each parameter. ranks: into how many shards a chunk is cut. slices: of how many
+        """groups: the param group of each parameter. rows: in stage 1 which row of numbers a parameter has, where that
+        is not its group's. ranks: into how many shards a chunk is cut. slices: of how many
         slices of a chunk this rank has the one numbered slice_index. chunk_counts: the pipelines that there must be
         room for. parts: what to ask where other ranks hold parts of these parameters. fixed: of parameters with a mask,
         in the shape of this rank's part, which elements never move. compressed: whether in stage 2; otherwise the
         parameters stay in stage 1."""
         self.compressed = compressed
         self.params, self.groups = list(params), list(groups)
+        self.rows = list(groups if rows is None else rows)
         self.device, self.dtype = params[0].device, params[0].dtype
         self.backend = backend(self.device)
         self._sharded = any(map(is_sharded, self.params))
@@ -195,7 +198,7 @@ class FlatState:
 
     def hyper_of(self, index: int, hyper: Tensor) -> Hyper:
         """The numbers of a parameter's group, each a tensor of one element on the device."""
-        return Hyper(*hyper[self.groups[index]].unbind())  # type: ignore[arg-type]
+        return Hyper(*hyper[self.rows[index]].unbind())  # type: ignore[arg-type]
 
     def gradient(self, index: int, hyper: Tensor) -> Tensor:
         """A parameter's gradient as the step is to see it: fp32, unscaled and clipped; zeros where there is none."""
@@ -314,7 +317,7 @@ class FlatState:
         return {"element": elements, "parameter": len(self.params), "bit": elements // 8}[field.per]
 
     def _cut(self, chunks: int) -> Layout:
-        return Layout(self.numels, groups=self.groups, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
+        return Layout(self.numels, groups=self.rows, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
 
     def _use(self, layout: Layout) -> None:
         """And make its table now, in this stream: the first pass may run in another, whose memory it would be."""

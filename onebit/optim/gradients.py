@@ -82,7 +82,11 @@ class Gradients:
         step = run.state.stages.steps + 1 if run.needs_step_number else 1  # none of the numbers depends on it
         parts = [each for each in (self._unscale, self._clip if clipped else None) if each is not None]
         factor = torch.stack(parts).prod(0) if parts else None
-        return self._hyper.write(run.setup.hyper_rows(step), [group["lr"] for group in run.setup.groups], factor)
+        groups, late = run.setup.groups, run.state.late
+        lrs = [group["lr"] for group in groups]
+        for i, _ in late:
+            lrs.append(groups[i]["lr"])
+        return self._hyper.write(run.setup.hyper_rows(step, late), lrs, factor)
 
     @property
     def are_scaled(self) -> bool:

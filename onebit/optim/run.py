@@ -150,6 +150,7 @@ class Run:
         state.half_frozen = True
         for part in (part for part in state.parts if part.state.compressed):
             flat = part.state
+            flat.rows = flat.groups
             flat.set_chunks(chosen.pop(0))
             masks.clear_fields(flat)
             if JOINED.name in flat:

@@ -67,9 +67,13 @@ class Setup:
     def name_of(self, parameter: Tensor) -> str:
         return param_groups.name_of(parameter, self.groups, self.names)
 
-    def hyper_rows(self, step: int) -> list[Hyper]:
-        """Every group's numbers at a step."""
-        return [self.algorithm.hyper(group, step, self.options.bias_correction) for group in self.groups]
+    def hyper_rows(self, step: int, late: Sequence[tuple[int, int]] = ()) -> list[Hyper]:
+        """Return every group's numbers at a step, then those of `late_rows`."""
+        rows = [self.algorithm.hyper(group, step, self.options.bias_correction) for group in self.groups]
+        for i, joined in late:
+            own = max(1, step - joined)
+            rows.append(self.algorithm.hyper(self.groups[i], own, self.options.bias_correction))
+        return rows
 
     @property
     def window(self) -> int:
@@ -93,16 +97,17 @@ class Setup:
     def freeze_rule(self, states: Sequence[FlatState]) -> StageRule:
         return self.algorithm.freeze_rule(self.options, self.window, [s for s in states if s.compressed])
 
-    def flat_states(self, chunks: Sequence[int] = ()) -> list[FlatState]:
-        """Empty ones for the parameters as they are now, with room for any number of chunks that may be chosen, and for
-        `chunks`."""
-        found = []
+    def flat_states(self, chunks: Sequence[int] = (), joined: Mapping[Tensor, int] | None = None) -> list[FlatState]:
+        """Make empty flat states for the parameters as they are now, with room for any number of chunks that may be
+        chosen, and for `chunks`. joined: see `late_rows`."""
+        found, late = [], {row: i for i, row in enumerate(self.late_rows(joined or {}), len(self.groups))}
         for compressed, params, groups in param_groups.by_flat_state(self.groups):
             topology, counts = self.topology, [*self._possible_chunks(sum(p.numel() for p in params)), *chunks]
             cut = {"ranks": self.shards, "slices": topology.slices, "slice_index": topology.slice_index}
             state = FlatState(
                 params,
                 groups,
+                rows=[late.get((g, (joined or {}).get(p, 0)), g) for p, g in zip(params, groups, strict=True)],
                 block_size=self.options.block_size,
                 compressed=compressed,
                 **(cut if compressed else {"ranks": 1}),
@@ -122,6 +127,14 @@ class Setup:
         if apart:
             self.algorithm.check_uncompressed()
         return found
+
+    def late_rows(self, joined: Mapping[Tensor, int]) -> list[tuple[int, int]]:
+        """Return which numbers a step has beside those of each param group: a group's, as of so many steps before.
+
+        joined: after which step a parameter was added, of those that were added after the first.
+        """
+        groups = enumerate(self.groups)
+        return sorted({(i, joined[p]) for i, group in groups for p in group["params"] if joined.get(p, 0) > 0})
 
     def choose_chunks(self, state: FlatState) -> int:
         """A collective call where "auto" has to be measured. Under a tensor scale the number of chunks is in the

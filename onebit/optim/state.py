@@ -103,6 +103,7 @@ class State:
     bytes_before: int = 0  # sent in compressed messages before the state was saved that this run goes on from
     merged: bool = False  # in stage 2 until the next step begins: whether all ranks have one state, as it is saved
     momentum_at: MomentumAt = "messages"  # in stage 2, the last step's; if folded, the residual has beta1 m, too
+    late: list[tuple[int, int]] = field(default_factory=list)  # rows of numbers: see `Setup.late_rows`
     ranks_agree: bool = False  # whether all ranks were found to have the same model and options
     ddp_averages: bool = False  # whether all ranks had the same gradients before any averaging
     at_last_sync: bool = False  # whether the model has the parameters of the last exchange
@@ -123,23 +124,26 @@ class State:
             check_parameters(group["params"])
         for old in before.states if before else []:
             old.take_over_writes()
-        states = setup.flat_states()
         known = {p: (old, i) for old in (before.states if before else []) for i, p in enumerate(old.params)}
+        joined = {p: int(old[JOINED.name][i]) for p, (old, i) in known.items() if JOINED.name in old}
+        if before is not None and before.stages.steps:
+            trained = (p for group in setup.groups for p in group["params"] if p.requires_grad)
+            joined |= {p: before.stages.steps for p in trained if p not in known}
+        states = setup.flat_states(joined=joined)
         for state in states:
-            steps = before.stages.steps if before else 0
-            late = [i for i, p in enumerate(state.params) if steps and p not in known]
-            kept = late or any(JOINED.name in old for old, _ in known.values())
             for each in setup.algorithm.stage_1:
-                if each.always or (each is JOINED and kept):
+                if each.always or (each is JOINED and any(joined.values())):
                     state.add(each)
             state.scratch = setup.algorithm.scratch(state)
             for i, p in enumerate(state.params):
                 if p in known:
                     state.copy_parameter_from(i, *known[p])
-                elif JOINED.name in state:
-                    state.view(JOINED.name, i).fill_(steps)
+                if JOINED.name in state:
+                    state.view(JOINED.name, i).fill_(joined.get(p, 0))
+        late = setup.late_rows(joined)
         stages = before.stages if before else Stages(setup.freeze_rule(states), setup.device)
-        return cls([Part(state) for state in states], stages, before.mean_norm if before else MeanNorm(setup.device))
+        mean_norm = before.mean_norm if before else MeanNorm(setup.device)
+        return cls([Part(state) for state in states], stages, mean_norm, late=late)
 
     @cached_property
     def states(self) -> list[FlatState]:

@@ -14,7 +14,7 @@ from torch import nn
 
 import onebit
 from onebit import FreezeRule
-from onebit.optim.snapshot import Part
+from onebit.optim.state import Part
 from tests import internals, oracle
 from tests.collectives.work import logged
 from tests.onebit.optim import simulation

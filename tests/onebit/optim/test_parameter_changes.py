@@ -26,23 +26,27 @@ def step_refused(optimizer, params, error, *parts):
 
 
 @pytest.mark.parametrize(("moment", "freeze_step", "last"), [(1, "auto", 10), (5, 7, 7)])
-def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, freeze_step, last):
-    """AdamW counts each parameter's steps by itself: here the gradients before were zero."""
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_parameter_that_is_added_moves_as_adamws_and_others_keep_their_state(moment, freeze_step, last, saved):
+    """AdamW counts each parameter's steps by itself."""
     case = Case(shapes=(*SHAPES, (130,)))
     params, theirs = case.parameters(), case.parameters()
     own = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    optimizer = build("OneBitAdam", params[:2], freeze_step=freeze_step, block_size=32, **own)
-    adamw = torch.optim.AdamW([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0}], **own)
+    ours = {"freeze_step": freeze_step, "block_size": 32, **own}
+    optimizer, second = build("OneBitAdam", params[:2], **ours), {"lr": 5e-3, "weight_decay": 0.1}
+    adamw = torch.optim.AdamW([{"params": theirs[:2]}, {"params": theirs[2:], **second}], **own)
     for step in range(1, last + 1):
         if step == moment + 1:
             before = snapshot([optimizer.state[p] for p in params[:2]])
-            optimizer.add_param_group({"params": params[2:], "lr": 5e-3, "weight_decay": 0.1})
-            adamw.param_groups[1]["lr"] = 5e-3
+            optimizer.add_param_group({"params": params[2:], **second})
             assert same(before, snapshot([optimizer.state[p] for p in params[:2]]))
+        if step == moment + 2 and saved:
+            state = optimizer.state_dict()
+            optimizer = build("OneBitAdam", [{"params": params[:2]}, {"params": params[2:], **second}], **ours)
+            optimizer.load_state_dict(state)
         for i, g in enumerate(case.gradients(0, step)):
             late = i == 2 and step <= moment
-            params[i].grad = None if late else g
-            theirs[i].grad = torch.zeros_like(g) if late else g.clone()
+            params[i].grad, theirs[i].grad = (None, None) if late else (g, g.clone())
         optimizer.step()
         adamw.step()
         for p, q in zip(params, theirs, strict=True):
@@ -50,6 +54,29 @@ def test_add_param_group_before_the_freeze_keeps_the_state_of_others(moment, fre
     assert not optimizer.compressing
     optimizer.step()
     assert optimizer.compressing == (freeze_step == 7)
+
+
+@kinds
+@pytest.mark.parametrize("compress", [True, False])
+@on_ranks(2)
+def test_a_parameter_that_is_added_moves_as_with_an_optimizer_of_its_own(rank, kind, compress):
+    """compress=False: also after the freeze."""
+    case = Case(kind, shapes=SHAPES, options={"block_size": 32})
+    options = {"block_size": 32, "process_group": group()}
+    options |= {"var_update_scaler": 7} if kind == "ZeroOneAdam" else {"freeze_step": 8}
+    (first, second), (_, alone), (other, _) = case.parameters(), case.parameters(), case.parameters()
+    optimizer, twin = build(kind, [first], **options), None
+    for step in range(1, 8 if compress else 12):
+        if step == 4:
+            optimizer.add_param_group({"params": [second], "compress": compress})
+            twin = build(kind, [{"params": [alone], "compress": compress}, {"params": [other]}], **options)
+        first.grad, second.grad = case.gradients(rank, step)
+        other.grad, alone.grad = case.gradients(rank, step)
+        optimizer.step()
+        if twin is not None:
+            twin.step()
+            assert (second - alone).abs().max() <= 1e-6 * alone.abs().max()
+    assert optimizer.compressing != compress
 
 
 @kinds
