@@ -152,7 +152,13 @@ def _wait_for(lock: int, path: Path) -> None:
 
 @functools.cache
 def tell_once() -> None:
-    tell("Compiling for this processor what steps run, in about a minute. Kept in %s", cache.folder())
+    kept = f"Kept in {cache.folder()}" if _can_write(cache.folder()) else f"Not kept: {cache.folder()} is read-only"
+    tell("Compiling for this processor what steps run, in about a minute. %s", kept)
+
+
+def _can_write(folder: Path) -> bool:
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return os.access(there, os.W_OK | os.X_OK)
 
 
 def of_this_user(path: Path) -> bool:

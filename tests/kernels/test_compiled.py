@@ -156,6 +156,7 @@ def test_where_no_file_can_be_written_every_process_compiles(tmp_path, scan, mon
     compile.tell_once.cache_clear()
     said = scan()
     assert "is not kept" in said and "Compiling for this processor" in said
+    assert "Not kept: " in said and "Kept in" not in said
 
 
 def test_one_process_compiles_and_others_wait_for_its_file_but_not_for_ever(filled, scan, monkeypatch):

@@ -61,8 +61,9 @@ def another_memory_order(rank: int) -> Made:
     return CASE.build(params, ALONE), params
 
 
-def nothing_is_kept(rank: int) -> Made:
-    case, transport = CASE.but(options={"freeze_step": 3, "chunks": 2}), Failing(group(2), Failure(6, f"{SCATTER} 1"))
+def nothing_is_kept(rank: int, **options: Any) -> Made:
+    own = {"freeze_step": 3, "chunks": 2, **options}
+    case, transport = CASE.but(options=own), Failing(group(2), Failure(6, f"{SCATTER} 1"))
     params, optimizer = case.made(transport)
     with pytest.raises(CollectiveError):
         for transport.step in range(1, 7):
@@ -198,6 +199,16 @@ def leave_twice(rank: int, size: int, wrong: Any) -> bytes:
         ends.append(bits([*params, *tensors_of(optimizer)]))
     assert ends[0] == ends[1]
     return bits(params)
+
+
+@on_ranks(2)
+def test_no_rank_leaves_in_good_order_after_a_step_that_did_not_end(rank: int) -> None:
+    """It would hand over residuals of half a step."""
+    optimizer, params = nothing_is_kept(rank, elastic=True)
+    before = bits(params)
+    with refused(ValueError, "leaving= after a step that did not end", "without leaving="):
+        onebit.reform(optimizer, ALONE if rank == 0 else None, leaving=[1])
+    assert bits(params) == before
 
 
 def test_ranks_leave_before_the_first_step() -> None:

@@ -65,6 +65,20 @@ def test_gradients_that_grow_lose_no_run(name: str, event: str) -> None:
         assert found < trained("LAMB" if "LAMB" in name else "AdamW", EVENTS[event]) + 0.05
 
 
+def test_a_full_step_that_is_skipped_leaves_the_limit_as_it_is() -> None:
+    """A limit that is due anew would be that of the next step, however long."""
+    p = nn.Parameter(torch.zeros(200))
+    optimizer, found = onebit.ZeroOneAdam([p], var_update_scaler=1, block_size=32), []
+    for step in range(1, 30):
+        skips = optimizer.schedule.kind == "full" and step > 10 and not found
+        p.grad = torch.full((200,), float("nan")) if skips else torch.randn(200)
+        before = [state[USUAL.name].tolist() for state in internals.states(optimizer) if USUAL.name in state]
+        optimizer.step()
+        if skips:
+            found = [before, [state[USUAL.name].tolist() for state in internals.states(optimizer)]]
+    assert found[0] == found[1] and found[0][0][0] > 0
+
+
 def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shape() -> None:
     def built(block_size: int) -> Any:
         return onebit.OneBitAdam([nn.Parameter(torch.zeros(200))], freeze_step=2, block_size=block_size)

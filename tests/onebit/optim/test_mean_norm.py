@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import onebit
+from onebit.optim.mean_norm import MeanNorm
 from tests import internals
 from tests.onebit.runs import on_ranks
 from tests.ranks import group, run_ranks
@@ -53,6 +54,19 @@ def test_a_clip_that_acts_in_every_step_costs_what_it_costs_adamw(rank: int, nam
         loss = float(nn.functional.mse_loss(model(x), y)) - 1
     assert 0.2 < loss < 0.235
     return loss
+
+
+@pytest.mark.parametrize("senders", [2, 3, 8])
+@pytest.mark.parametrize("noise", [0.0, 1.0, 30.0])
+def test_the_mean_of_gradients_with_noise_has_the_norm_that_full_steps_have_shown(senders: int, noise: float) -> None:
+    """|mean g|^2 = s + n / N and mean |g_i|^2 = s + n, with a signal s and noise n: also when both grow later."""
+    taken = torch.zeros(1, dtype=torch.int32)
+    full, local = (torch.tensor([1.0 + noise / n], dtype=torch.float64) for n in (senders, 1))
+    known = MeanNorm(torch.device("cpu"))
+    known.full_step(full, taken, senders)
+    known.compressed_step(local, taken, senders)
+    torch.testing.assert_close(known.of_mean(local, senders), full, rtol=1e-6, atol=0)
+    torch.testing.assert_close(known.of_mean(9 * local, senders), 9 * full, rtol=1e-6, atol=0)
 
 
 def test_with_another_number_of_senders_the_norm_of_full_steps_is_not_known() -> None:
