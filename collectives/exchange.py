@@ -247,8 +247,8 @@ class Exchange(ABC):
         """One message to every other rank."""
         self.wire_bytes += (self.transport.size - 1) * form.nbytes
 
-    def _zeros(self, form: Format, rows: int, copies: int = 1) -> Messages:
-        messages = form.empty(rows, self.device, copies)
+    def _zeros(self, form: Format, rows: int, senders: int = 1) -> Messages:
+        messages = form.empty(rows, self.device, senders)
         messages.buffer.zero_()
         return messages
 

@@ -23,7 +23,7 @@ Fields that several passes have:
     hyper       fp32 [groups, COLUMNS]: `hyper_table` of the param groups
     live        uint8 [elements / 8], packed as bits are in a message: an element without its bit takes no part
                 and counts as padding does
-    replies     m as messages: with `copies` the mean of a block over them; so is momentum that is kept as messages
+    replies     m as messages: with `senders` the mean of a block over them; so is momentum that is kept as messages
     gamma       fp32 [parameters]: messages and momentum hold gamma_p times the momentum (1-bit LAMB, section 4.3)
     clip        fp32 [parameters], or None for 1: how far a step moves beside what it would (see onebit.optim.limit)
 
@@ -78,7 +78,7 @@ class Storage:
     """What the bytes of a pass depend on.
 
     `itemsize` is that of parameters and gradients. `packed`: momentum is kept as messages, not in fp32. `masked`: the
-    passes that take one get a live mask. `copies`: the messages of a block that momentum and replies have. `kept`:
+    passes that take one get a live mask. `senders`: the messages of a block that momentum and replies have. `kept`:
     residuals are written as they were, too.
     """
 
@@ -88,7 +88,7 @@ class Storage:
     packed: bool
     ranks: int
     masked: bool = False
-    copies: int = 1
+    senders: int = 1
     kept: bool = False
 
     @property
@@ -98,7 +98,7 @@ class Storage:
 
     @property
     def replies(self) -> float:
-        return self.copies * BIT
+        return self.senders * BIT
 
     @property
     def momentum(self) -> float:

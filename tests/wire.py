@@ -37,8 +37,8 @@ def signed(bits: np.ndarray, scales: np.ndarray, lengths: Sequence[int]) -> np.n
 
 
 def values_of(messages: Messages, plan: oracle.Layout, first: int = 0) -> np.ndarray:
-    """Messages of all shards from the first on, one after the other: the mean of a shard's copies, in float64."""
-    parts, copies = plan.shards()[first : first + messages.rows // messages.copies], messages.copies
-    rows = [[contents(messages, k * copies + i, plan.lengths_in(part)).values for i in range(copies)]
+    """Messages of all shards from the first on, one after the other: the mean over a shard's senders, in float64."""
+    parts, senders = plan.shards()[first : first + messages.rows // messages.senders], messages.senders
+    rows = [[contents(messages, k * senders + i, plan.lengths_in(part)).values for i in range(senders)]
             for k, part in enumerate(parts)]  # fmt: skip
     return np.concatenate([np.mean(each, axis=0) for each in rows])

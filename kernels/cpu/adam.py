@@ -64,7 +64,7 @@ def _update(run: Run, x: Parameters, d, replies: Messages, hyper, coefficient, c
             clipped = tiles.value_of(clip, its.parameter, ONE)
             x_at, full = tiles.parameter_at(x, its, tiles.room(run, 0)), valid // WIDTH * WIDTH
             scale, bits, m_at = float_at(found.scale), found.bits, 0
-            if replies.copies > 1:
+            if replies.senders > 1:
                 m_at = tiles.room(run, 1)
                 tiles.unpack(found, replies, tiles.up(valid), m_at, 0)
                 for i in range(0, full, WIDTH):

@@ -94,15 +94,15 @@ def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual:
             g_at, h = tiles.gradient_at(g, its, tiles.room(run, 0)), tiles.hyper_of(g.hyper, its)
             kept = tiles.kept_bits(tiles.part(live, its.start // 8), its, tiles.room(run, 2))
             m, m_at = tiles.find(momentum, its), tiles.part(momentum.address, 4 * its.start)
-            if momentum.copies > 1:
+            if momentum.senders > 1:
                 m_at = tiles.room(run, 1)
                 tiles.unpack(m, momentum, n, m_at, 0)
-            m_scale = h.beta1 * float_at(m.scale) if momentum.copies == 1 else ZERO
+            m_scale = h.beta1 * float_at(m.scale) if momentum.senders == 1 else ZERO
             its_gamma, last = tiles.value_of(gamma, its.parameter, ONE), tiles.value_of(residual.scale, its.shard, ZERO)
             summed = splat(ZERO)
             for i in range(0, n, WIDTH):
                 y = its_gamma * (h.one_minus_beta1 * (load(g_at + 4 * i) * h.grad_scale))
-                if momentum.copies == 1:
+                if momentum.senders == 1:
                     y = tiles.signed(bits_at(m.bits + i // 8), m_scale) + y
                 elif m_at != 0:
                     y = h.beta1 * load(m_at + 4 * i) + y

@@ -56,20 +56,20 @@ def _statistics(
             0,
             previous.address + 4 * its.start,
         )
-        if replies.copies > 1:
+        if replies.senders > 1:
             m_at = tiles.room(run, 0)
             tiles.unpack(now, replies, n, m_at, 0)
-        if previous.copies > 1:
+        if previous.senders > 1:
             last_at = tiles.room(run, 1)
             tiles.unpack(last, previous, n, last_at, 0)
-        m, m_prev = float_at(now.scale), float_at(last.scale) if previous.copies == 1 else ZERO
+        m, m_prev = float_at(now.scale), float_at(last.scale) if previous.senders == 1 else ZERO
         stayed = _square(splat(m), splat(m_prev), h, its_gamma)
         changed = _square(splat(m), splat(-m_prev), h, its_gamma)
         found = splat(ZERO)
         for i in range(0, n, WIDTH):
             if m_at != 0:
                 square = _square(load(m_at + 4 * i), load(last_at + 4 * i), h, its_gamma)
-            elif previous.copies == 1:
+            elif previous.senders == 1:
                 square = where(bits_at(now.bits + i // 8) ^ bits_at(last.bits + i // 8), changed, stayed)
             else:
                 square = _square(tiles.signed(bits_at(now.bits + i // 8), m), load(last_at + 4 * i), h, its_gamma)

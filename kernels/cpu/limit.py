@@ -25,9 +25,9 @@ from onebit.kernels.data.limit import LANES
 def _mean_scale(its, messages):
     """s of a block: the mean of what its messages have."""
     scale, total = tiles.find(messages, its).scale, 0.0
-    for i in range(messages.copies):
+    for i in range(messages.senders):
         total += np.float64(float_at(scale + i * messages.bytes))
-    return total / messages.copies
+    return total / messages.senders
 
 
 @tile

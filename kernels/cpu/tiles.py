@@ -62,14 +62,14 @@ class Run(NamedTuple):
 
 
 # The records of a pass as ints: addresses, 0 for None. Where a tensor is in place of messages `address` is its own, and
-# `copies` is 0.
+# `senders` is 0.
 Parameters = namedtuple("Parameters", "param param_dtype master")
 Gradients = namedtuple("Gradients", "grad grad_dtype hyper flags")
 Pointers = namedtuple("Pointers", "address dtype")
 Floors = namedtuple("Floors", "least_root root_at_zero")
 Residual = namedtuple("Residual", "value before scale partial counted")
-Messages = namedtuple("Messages", "address bytes rows copies tensor")
-Written = namedtuple("Written", "address bytes rows copies tensor norm fingerprint shard_blocks")  # messages
+Messages = namedtuple("Messages", "address bytes rows senders tensor")
+Written = namedtuple("Written", "address bytes rows senders tensor norm fingerprint shard_blocks")  # messages
 
 
 class Located(NamedTuple):
@@ -88,7 +88,7 @@ class Located(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The addresses of a block's parts in a message, or in the first of its copies."""
+    """The addresses of a block's parts in a message, the first sender's if there are several."""
 
     header: int
     scale: int
@@ -309,7 +309,7 @@ def copy_block(target, source, its):
 @tile
 def find(messages, its):
     """A block in the messages of a span."""
-    header, index, count = messages.address + its.shard * messages.copies * messages.bytes, 0, 1
+    header, index, count = messages.address + its.shard * messages.senders * messages.bytes, 0, 1
     if messages.tensor == 0:
         index, count = its.block_in_shard, its.of_shard
     scales = header + _HEADER
@@ -344,17 +344,17 @@ def write(target, values, past_caches):
 @routine
 def unpack(found, messages, n, target, past_caches):
     """What the first n elements of a block stand for: the mean of its messages."""
-    copies, row_bytes = messages.copies, messages.bytes
-    if copies == 1:
+    senders, row_bytes = messages.senders, messages.bytes
+    if senders == 1:
         value = float_at(found.scale)
         for i in range(0, n, WIDTH):
             write(target + 4 * i, signed(bits_at(found.bits + i // 8), value), past_caches)
-    elif copies == 2:
+    elif senders == 2:
         for i in range(0, n, WIDTH):
             write(target + 4 * i, mean_of_two(found, row_bytes, i), past_caches)
     else:
         for i in range(0, n, WIDTH):
-            write(target + 4 * i, sum_of(found, copies, row_bytes, i) * np.float32(1 / copies), past_caches)
+            write(target + 4 * i, sum_of(found, senders, row_bytes, i) * np.float32(1 / senders), past_caches)
 
 
 @routine
@@ -367,8 +367,8 @@ def any_flag(header, rows, row_bytes):
 
 @tile
 def flagged(found, messages):
-    """Return whether the message of a block, or one of its copies, carries a flag."""
-    return any_flag(found.header, messages.copies, messages.bytes) != 0
+    """Return whether the message of any sender of a block carries a flag."""
+    return any_flag(found.header, messages.senders, messages.bytes) != 0
 
 
 @routine

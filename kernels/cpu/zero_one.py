@@ -54,7 +54,7 @@ def _full(
         g_at, m_at = tiles.gradient_at(g, its, tiles.room(run, 0)), momentum.address + 4 * its.start
         x_at, e_at = tiles.parameter_at(x, its, tiles.room(run, 1)), tiles.part(residual.value, 4 * its.start)
         n, last = tiles.up(its.valid), tiles.value_of(residual.scale, its.shard, ZERO)
-        if momentum.copies > 0:
+        if momentum.senders > 0:
             m_at = tiles.room(run, 2)
             tiles.unpack(tiles.find(momentum, its), momentum, n, m_at, 0)
         summed, count = splat(ZERO), 0

@@ -10,7 +10,7 @@ A message carries one shard of one chunk from one rank to another:
 All messages of a format are as long as the longest. A shorter shard leaves bytes over, which hold no values.
 
 An element decodes to +scale if its bit is 1, and to -scale otherwise. A block may be in several messages
-(`Messages.copies`), one from each rank if every rank's message goes to all; then the element decodes to the mean over
+(`Messages.senders`), one from each rank if every rank's message goes to all; then the element decodes to the mean over
 these messages. Bits past a block's valid count are 0.
 
 Three norms make the scale of a block c with n elements:
@@ -129,22 +129,22 @@ class Format:
         """The header words of every message of this format, with no flag set."""
         return (MAGIC, 0, self.fingerprint, self.layout.shard_blocks)
 
-    def empty(self, rows: int, device: torch.device | str = "cpu", copies: int = 1) -> Messages:
+    def empty(self, rows: int, device: torch.device | str = "cpu", senders: int = 1) -> Messages:
         """Uninitialized memory for `rows` messages."""
-        return Messages(torch.empty((rows, self.nbytes), dtype=torch.uint8, device=device), self, copies)
+        return Messages(torch.empty((rows, self.nbytes), dtype=torch.uint8, device=device), self, senders)
 
 
 @dataclass(frozen=True)
 class Messages(Record):
     """Messages of one format, one a row, with a typed view of each part.
 
-    With `copies` each block is in so many messages, which follow one another: row k copies + i is the i-th of those
-    that hold the k-th shard, and their mean is what its blocks stand for.
+    Each block is in a message of each of `senders` ranks, which follow one another: row k senders + i is the i-th
+    sender's of the k-th shard, and their mean is what its blocks stand for.
     """
 
     buffer: Tensor  # uint8 [rows, nbytes]
     format: Format
-    copies: int = 1
+    senders: int = 1
 
     def arguments(self, name: str) -> dict[str, Any]:
         form = self.format
@@ -152,7 +152,7 @@ class Messages(Record):
             name: self.buffer,
             f"{name}_bytes": form.nbytes,
             f"{name}_rows": len(self.buffer),
-            f"{name}_copies": self.copies,
+            f"{name}_senders": self.senders,
             f"{name}_tensor": form.scale == "tensor",
             f"{name}_norm": NORMS[form.norm],
             f"{name}_fingerprint": form.fingerprint,
@@ -202,29 +202,29 @@ class Messages(Record):
                 )
 
     def scales_of(self, span: Span) -> Tensor:
-        """What decodes each block of the shards that these are messages of: fp32 [copies, blocks]."""
+        """What decodes each block of the shards that these are messages of: fp32 [senders, blocks]."""
         found = []
-        for copy in range(self.copies):
-            rows = [(k * self.copies + copy, shard) for k, shard in enumerate(span.shards())]
+        for sender in range(self.senders):
+            rows = [(k * self.senders + sender, shard) for k, shard in enumerate(span.shards())]
             found.append(torch.cat([self.scales(row, shard).expand(shard.count) for row, shard in rows]))
         return torch.stack(found)
 
     def bits_of(self, span: Span) -> Tensor:
-        """Their bits, block after block: uint8 [copies, bytes]."""
+        """Their bits, block after block: uint8 [senders, bytes]."""
         shards = span.shards()
         return torch.stack([
-            torch.cat([self.bits(k * self.copies + copy, shard) for k, shard in enumerate(shards)])
-            for copy in range(self.copies)
+            torch.cat([self.bits(k * self.senders + sender, shard) for k, shard in enumerate(shards)])
+            for sender in range(self.senders)
         ])  # fmt: skip
 
     def put(self, span: Span, bits: Tensor, scales: Tensor) -> None:
         """What `bits_of` and `scales_of` read. Of a message with one scale it is the first block's."""
         for k, shard in enumerate(span.shards()):
             first, at = shard.first - span.first, (shard.start - span.start) // 8
-            for copy in range(self.copies):
-                own, its_scales = (of(k * self.copies + copy, shard) for of in (self.bits, self.scales))
-                own.copy_(bits[copy, at : at + len(own)])
-                its_scales.copy_(scales[copy, first : first + len(its_scales)])
+            for sender in range(self.senders):
+                own, its_scales = (of(k * self.senders + sender, shard) for of in (self.bits, self.scales))
+                own.copy_(bits[sender, at : at + len(own)])
+                its_scales.copy_(scales[sender, first : first + len(its_scales)])
 
     def slice(self, first: int, rows: int) -> Messages:
-        return Messages(self.buffer[first : first + rows], self.format, self.copies)
+        return Messages(self.buffer[first : first + rows], self.format, self.senders)

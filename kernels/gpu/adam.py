@@ -50,17 +50,17 @@ def _update(
     block_table, parameter_table, param, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
     replies, replies_bytes, d, exp_avg_sq, least_root, root_at_zero, master,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAM: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr,
+    PARAM: tl.constexpr, TENSOR: tl.constexpr, SENDERS: tl.constexpr,
 ):  # fmt: skip
     """x by m d, or without `d` by mhat / (u + eps)."""
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
-            reply = tiles.find_message(row, first_shard, replies, replies_bytes, COPIES)
+            reply = tiles.find_message(row, first_shard, replies, replies_bytes, SENDERS)
             its_master = None if master is None else master + start
             d_or_v = tiles.load_flat((exp_avg_sq if d is None else d) + start, length, TILE)
-            flag = tiles.flag_of(reply, COPIES)
+            flag = tiles.flag_of(reply, SENDERS)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             its_clip = tiles.clip_of(clip, p)
             p_base, p_valid, wide = tiles.pointer(param, p, offset, valid, PARAM, TILE)
@@ -70,10 +70,10 @@ def _update(
                     d_or_u, lr = d_or_v, tl.load(h + tiles.H_LR)
                     if coefficient is not None:
                         lr = lr * tl.load(coefficient + p)
-                    by = tiles.decode_block(reply, length, TILE, TENSOR, COPIES) * d_or_u
+                    by = tiles.decode_block(reply, length, TILE, TENSOR, SENDERS) * d_or_u
                 else:
                     least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
-                    m = tiles.decode_block(reply, length, TILE, TENSOR, COPIES)
+                    m = tiles.decode_block(reply, length, TILE, TENSOR, SENDERS)
                     d_or_u = tiles.used_root(d_or_v, h, least, at_zero)
                     by, lr = tiles.over_root(m, d_or_u, h), tl.load(h + tiles.H_LR)
                 moved = x - lr * (by * its_clip + tl.load(h + tiles.H_WEIGHT_DECAY) * x)
@@ -86,12 +86,12 @@ def adam_update_kernel(
     block_table, parameter_table, param, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
     replies, replies_bytes, d, master,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_SENDERS: tl.constexpr,
 ):  # fmt: skip
     _update(
         block_table, parameter_table, param, hyper, coefficient, clip, first_block, first_word, first_shard, blocks,
         replies, replies_bytes, d, None, None, None, master,
-        TILE, BLOCKS_PER_PROGRAM, PARAM_DTYPE, REPLIES_TENSOR, REPLIES_COPIES,
+        TILE, BLOCKS_PER_PROGRAM, PARAM_DTYPE, REPLIES_TENSOR, REPLIES_SENDERS,
     )  # fmt: skip
 
 
@@ -100,12 +100,12 @@ def zero_one_update_kernel(
     block_table, parameter_table, param, hyper, clip, first_block, first_word, first_shard, blocks,
     replies, replies_bytes, exp_avg_sq, least_root, root_at_zero, master,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_SENDERS: tl.constexpr,
 ):  # fmt: skip
     _update(
         block_table, parameter_table, param, hyper, None, clip, first_block, first_word, first_shard, blocks,
         replies, replies_bytes, None, exp_avg_sq, least_root, root_at_zero, master,
-        TILE, BLOCKS_PER_PROGRAM, PARAM_DTYPE, REPLIES_TENSOR, REPLIES_COPIES,
+        TILE, BLOCKS_PER_PROGRAM, PARAM_DTYPE, REPLIES_TENSOR, REPLIES_SENDERS,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ def compress_kernel(
     out_fingerprint, gamma, momentum, live, residual_value, residual_before, residual_scale, residual_partial,
     residual_counted, residual_counter, out, out_bytes,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    OUT_TENSOR: tl.constexpr, OUT_NORM: tl.constexpr, MOMENTUM_COPIES: tl.constexpr,
+    OUT_TENSOR: tl.constexpr, OUT_NORM: tl.constexpr, MOMENTUM_SENDERS: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -44,9 +44,9 @@ def compress_kernel(
                 y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * (g * tl.load(h + tiles.H_GRAD_SCALE))
                 if gamma is not None:
                     y = tl.load(gamma + p) * y
-                if MOMENTUM_COPIES is not None:
-                    last = (momentum + shard * MOMENTUM_COPIES * out_bytes, out_bytes, block_in_shard, word, of_shard)
-                    m = tiles.decode_block(last, length, TILE, OUT_TENSOR, MOMENTUM_COPIES)
+                if MOMENTUM_SENDERS is not None:
+                    last = (momentum + shard * MOMENTUM_SENDERS * out_bytes, out_bytes, block_in_shard, word, of_shard)
+                    m = tiles.decode_block(last, length, TILE, OUT_TENSOR, MOMENTUM_SENDERS)
                     y = tl.load(h + tiles.H_BETA1) * m + y
                 elif momentum is not None:
                     y = tl.load(h + tiles.H_BETA1) * tiles.load_flat(momentum + start, length, TILE) + y
@@ -112,18 +112,18 @@ def average_kernel(
 def decode_kernel(
     block_table, parameter_table, out, first_block, first_word, first_shard, blocks, replies, replies_bytes,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, OUT_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr,
-    REPLIES_COPIES: tl.constexpr,
+    REPLIES_SENDERS: tl.constexpr,
 ):  # fmt: skip
     IN_A_ROW: tl.constexpr = tiles.WIDEST // OUT_DTYPE.primitive_bitwidth
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, _, length = tiles.find(block_table, first_block + block, first_word)
-            message = tiles.find_message(row, first_shard, replies, replies_bytes, REPLIES_COPIES)
+            message = tiles.find_message(row, first_shard, replies, replies_bytes, REPLIES_SENDERS)
             p, _, offset, valid = tiles.locate(row, length, parameter_table)
             base, writable, wide = tiles.pointer(out, p, offset, valid, OUT_DTYPE, TILE)
-            flag = tiles.flag_of(message, REPLIES_COPIES)
-            x = tiles.decode_block(message, length, TILE, REPLIES_TENSOR, REPLIES_COPIES)
+            flag = tiles.flag_of(message, REPLIES_SENDERS)
+            x = tiles.decode_block(message, length, TILE, REPLIES_TENSOR, REPLIES_SENDERS)
             x = tl.where(flag == 0, x, float("nan"))
             tiles.store_tile(base, x, writable, wide, TILE, IN_A_ROW)
 

@@ -100,11 +100,11 @@ def _gradient(m, m_prev, gamma, h):
 
 @triton.jit
 def _squared_gradient(
-    reply, last_reply, last_m, length, gamma, h, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr
+    reply, last_reply, last_m, length, gamma, h, TILE: tl.constexpr, TENSOR: tl.constexpr, SENDERS: tl.constexpr
 ):  # fmt: skip
     """ghat^2. Where m and m_prev have 1 bit each it has two values in a block: of equal and of unequal signs. m_prev is
     a reply, too, or lies at `last_m`."""
-    if last_m is None and COPIES == 1:
+    if last_m is None and SENDERS == 1:
         message, _, block_in_shard, word, of_shard = reply
         previous, _, _, _, _ = last_reply
         bits = tiles.bits_in(message, word, of_shard, TENSOR)
@@ -115,9 +115,9 @@ def _squared_gradient(
         of_equal, of_unequal = _gradient(m, m_prev, gamma, h), _gradient(m, -m_prev, gamma, h)
         squared = tl.where(tiles.unpack(differ, TILE), of_unequal * of_unequal, of_equal * of_equal)
     else:
-        m = tiles.decode_block(reply, length, TILE, TENSOR, COPIES)
+        m = tiles.decode_block(reply, length, TILE, TENSOR, SENDERS)
         if last_m is None:
-            m_prev = tiles.decode_block(last_reply, length, TILE, TENSOR, COPIES)
+            m_prev = tiles.decode_block(last_reply, length, TILE, TENSOR, SENDERS)
         else:
             m_prev = tiles.load_flat(last_m, length, TILE)
         g = _gradient(m, m_prev, gamma, h)
@@ -148,25 +148,25 @@ def lamb_statistics_kernel(
     state_coefficient, state_average, state_ratio, state_partial, state_counter,
     factor_min, factor_max, factor_low, factor_high,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr, PREVIOUS_COPIES: tl.constexpr,
+    REPLIES_TENSOR: tl.constexpr, REPLIES_SENDERS: tl.constexpr, PREVIOUS_SENDERS: tl.constexpr,
     DENOMINATOR: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, block, 0)
-            reply = tiles.find_message(row, 0, replies, replies_bytes, REPLIES_COPIES)
-            last_m = previous + start if PREVIOUS_COPIES is None else None
-            last_reply = tiles.find_message(row, 0, previous, replies_bytes, REPLIES_COPIES)
+            reply = tiles.find_message(row, 0, replies, replies_bytes, REPLIES_SENDERS)
+            last_m = previous + start if PREVIOUS_SENDERS is None else None
+            last_reply = tiles.find_message(row, 0, previous, replies_bytes, REPLIES_SENDERS)
             last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             its_d = tiles.load_flat(d + start, length, TILE)
             its_live = None if live is None else tiles.load_bytes(live + start // 8, length, TILE)
-            flag = tiles.flag_of(reply, REPLIES_COPIES)
+            flag = tiles.flag_of(reply, REPLIES_SENDERS)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             if (valid > 0) & (flag == 0):
                 its_gamma = None if gamma is None else gamma + p
                 squared = _squared_gradient(
-                    reply, last_reply, last_m, length, its_gamma, h, TILE, REPLIES_TENSOR, REPLIES_COPIES
+                    reply, last_reply, last_m, length, its_gamma, h, TILE, REPLIES_TENSOR, REPLIES_SENDERS
                 )
                 v = tl.load(h + tiles.H_BETA2) * last_v + tl.load(h + tiles.H_ONE_MINUS_BETA2) * squared
                 tiles.store_tile(exp_avg_sq + start, v, valid, valid == TILE, TILE)

@@ -24,17 +24,17 @@ SCALES = tl.constexpr(HEADER_WORDS)  # fp32 words before the scales of a message
 
 
 @triton.jit
-def mean_scale(messages, block_table, block, there, row_words, COPIES: tl.constexpr, TENSOR: tl.constexpr):
+def mean_scale(messages, block_table, block, there, row_words, SENDERS: tl.constexpr, TENSOR: tl.constexpr):
     """s of some blocks, fp64: the mean of what their messages have."""
     row = block_table + block * tiles.B_COLUMNS
     shard = tl.load(row + tiles.B_SHARD, mask=there, other=0).to(tl.int64)
-    at = messages.to(tl.pointer_type(tl.float32)) + shard * COPIES * row_words + SCALES
+    at = messages.to(tl.pointer_type(tl.float32)) + shard * SENDERS * row_words + SCALES
     if not TENSOR:
         at += tl.load(row + tiles.B_BLOCK_IN_SHARD, mask=there, other=0)
     total = tl.zeros(block.shape, tl.float64)
-    for i in range(COPIES):
+    for i in range(SENDERS):
         total += tl.load(at + i * row_words, mask=there, other=0).to(tl.float64)
-    return total / COPIES
+    return total / SENDERS
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def halved(values, TIMES: tl.constexpr):
 @tiles.entry
 def step_squares_kernel(
     block_table, first_blocks, parameters, values, replies, replies_bytes, weight, squares,
-    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, REPLIES_COPIES: tl.constexpr, REPLIES_TENSOR: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, REPLIES_SENDERS: tl.constexpr, REPLIES_TENSOR: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         p = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
@@ -61,7 +61,7 @@ def step_squares_kernel(
                 value = tl.load(values + block, mask=there, other=0).to(tl.float64)
                 if replies is not None:
                     row_words = (replies_bytes // 4).to(tl.int64)
-                    s = mean_scale(replies, block_table, block, there, row_words, REPLIES_COPIES, REPLIES_TENSOR)
+                    s = mean_scale(replies, block_table, block, there, row_words, REPLIES_SENDERS, REPLIES_TENSOR)
                     value = s * s * value
                 total += value
             found = halved(total, HALVINGS)

@@ -58,22 +58,22 @@ def zero_one_sync_kernel(
     block_table, parameter_table, param, hyper, first_block, first_word, first_shard, blocks,
     replies, replies_bytes, exp_avg_sq, exp_avg, anchor, master, least_root, root_at_zero, decay, factor, clip,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_COPIES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr, REPLIES_TENSOR: tl.constexpr, REPLIES_SENDERS: tl.constexpr,
 ):  # fmt: skip
     for r in range(BLOCKS_PER_PROGRAM):
         block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
             its_master = None if master is None else master + start
-            reply = tiles.find_message(row, first_shard, replies, replies_bytes, REPLIES_COPIES)
+            reply = tiles.find_message(row, first_shard, replies, replies_bytes, REPLIES_SENDERS)
             v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             x = tiles.load_flat(anchor + start, length, TILE)
-            flag = tiles.flag_of(reply, REPLIES_COPIES)
+            flag = tiles.flag_of(reply, REPLIES_SENDERS)
             p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
             its_clip = tiles.clip_of(clip, p)
             p_base, p_valid, wide = tiles.pointer(param, p, offset, valid, PARAM_DTYPE, TILE)
             if flag == 0:
-                total = tiles.decode_block(reply, length, TILE, REPLIES_TENSOR, REPLIES_COPIES)
+                total = tiles.decode_block(reply, length, TILE, REPLIES_TENSOR, REPLIES_SENDERS)
                 u = tiles.used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))
                 by = tl.div_rn(total, u + tl.load(h + tiles.H_EPS))
                 moved_x = tl.load(decay + p) * x - by * its_clip

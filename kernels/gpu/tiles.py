@@ -83,11 +83,11 @@ def find_in_shard(row, first_shard):
 
 
 @triton.jit
-def find_message(row, first_shard, messages, row_bytes, copies):
-    """A block's message, or the first of its copies, which lie `row_bytes` apart, and where the block is in it.
+def find_message(row, first_shard, messages, row_bytes, senders):
+    """Find a block's message, the first of several, which lie `row_bytes` apart, and the block in it.
     `messages` are those of shards from one on."""
     shard, block_in_shard, word, of_shard = find_in_shard(row, first_shard)
-    return messages + shard * copies * row_bytes, row_bytes, block_in_shard, word, of_shard
+    return messages + shard * senders * row_bytes, row_bytes, block_in_shard, word, of_shard
 
 
 @triton.jit
@@ -297,18 +297,18 @@ def sum_of_messages(
 
 
 @triton.jit
-def decode_block(found, length, TILE: tl.constexpr, TENSOR: tl.constexpr, COPIES: tl.constexpr):
-    """A block of a message that `find_message` has found, or its mean over COPIES of them."""
+def decode_block(found, length, TILE: tl.constexpr, TENSOR: tl.constexpr, SENDERS: tl.constexpr):
+    """A block of a message that `find_message` has found, or its mean over all SENDERS."""
     message, row_bytes, block_in_shard, word, of_shard = found
-    if COPIES == 1:
+    if SENDERS == 1:
         scale = tl.load(scale_in(message, block_in_shard, TENSOR))
         m = signed(load_bits(bits_in(message, word, of_shard, TENSOR), length, TILE), scale)
     else:
-        IN_TABLE: tl.constexpr = COPIES if COPIES < 8 else 8
+        IN_TABLE: tl.constexpr = SENDERS if SENDERS < 8 else 8
         total = sum_of_messages(
-            message, block_in_shard, word, of_shard, row_bytes, COPIES, length, TILE, TENSOR, IN_TABLE
+            message, block_in_shard, word, of_shard, row_bytes, SENDERS, length, TILE, TENSOR, IN_TABLE
         )
-        m = total * (1 / COPIES)
+        m = total * (1 / SENDERS)
     return m
 
 
@@ -325,13 +325,13 @@ def any_flag(messages, count, row_bytes):
 
 
 @triton.jit
-def flag_of(found, COPIES: tl.constexpr):
-    """Return not 0 if a message that `find_message` has found, or one of its copies, carries a flag."""
+def flag_of(found, SENDERS: tl.constexpr):
+    """Return not 0 if a message that `find_message` has found, or another sender's, carries a flag."""
     message, row_bytes, _, _, _ = found
-    if COPIES == 1:
+    if SENDERS == 1:
         flag = tl.load(message.to(tl.pointer_type(tl.int32)) + FLAGS_WORD)
     else:
-        flag = any_flag(message, COPIES, row_bytes)
+        flag = any_flag(message, SENDERS, row_bytes)
     return flag
 
 

@@ -25,7 +25,7 @@ def zero_one_full_kernel(
     momentum, momentum_bytes, exp_avg_sq, residual_value, residual_scale, master, least_root, root_at_zero, live, sums,
     counts,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
-    MOMENTUM_TENSOR: tl.constexpr, MOMENTUM_COPIES: tl.constexpr,
+    MOMENTUM_TENSOR: tl.constexpr, MOMENTUM_SENDERS: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
     for r in range(BLOCKS_PER_PROGRAM):
@@ -33,10 +33,10 @@ def zero_one_full_kernel(
         if block < blocks:
             row, start, length = tiles.find(block_table, first_block + block, first_word)
             shard, _, _, _ = tiles.find_in_shard(row, first_shard)
-            if MOMENTUM_COPIES is None:
+            if MOMENTUM_SENDERS is None:
                 last_m = tiles.load_flat(momentum + start, length, TILE)
             else:
-                message = tiles.find_message(row, first_shard, momentum, momentum_bytes, MOMENTUM_COPIES)
+                message = tiles.find_message(row, first_shard, momentum, momentum_bytes, MOMENTUM_SENDERS)
             its_master = None if master is None else master + start
             last_v = tiles.load_flat(exp_avg_sq + start, length, TILE)
             kept = None if residual_value is None else tiles.load_flat(residual_value + start, length, TILE)
@@ -48,8 +48,8 @@ def zero_one_full_kernel(
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
                 x = tiles.load_parameter(p_base, its_master, p_valid, wide, length, TILE)
                 least, at_zero = tl.load(least_root + p), tl.load(root_at_zero + p)
-                if MOMENTUM_COPIES is not None:
-                    last_m = tiles.decode_block(message, length, TILE, MOMENTUM_TENSOR, MOMENTUM_COPIES)
+                if MOMENTUM_SENDERS is not None:
+                    last_m = tiles.decode_block(message, length, TILE, MOMENTUM_TENSOR, MOMENTUM_SENDERS)
                 last_m = _of_live(last_m, last_v, at_zero)
                 m, v = tiles.moments(g * tl.load(h + tiles.H_GRAD_SCALE), last_m, last_v, h)
                 if residual_value is not None:

@@ -50,7 +50,7 @@ class Workload:
     """A model of `numels` elements a parameter, in the middle of training over `ranks` ranks.
 
     `average` works on one shard, 1/ranks of the blocks; the other passes on all of them. `masked`: a live mask leaves
-    some elements out. `copies`: the messages that momentum and replies have of each block. `scaled`: messages hold
+    some elements out. `senders`: the messages that momentum and replies have of each block. `scaled`: messages hold
     each parameter's momentum times a gamma of its own. `kept`: residuals are also written as they were. `bare`: passes
     get nothing that they can do without. `summed`: adam_warmup adds up v too, and LAMB's ratios are of denominators.
     Each buffer of MADE is an attribute, and is made when it is first asked for.
@@ -65,7 +65,7 @@ class Workload:
         scale: Scale = "block",
         norm: Norm = "l1",
         ranks: int = 8,
-        copies: int = 1,
+        senders: int = 1,
         packed: bool = True,
         master: bool | None = None,
         masked: bool = False,
@@ -80,13 +80,13 @@ class Workload:
         self.scaled, self.bare, self.summed = scaled, bare, summed
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format(self.layout, scale, norm)
-        self.reply_format = self.format if copies > 1 else self.format.of_means()
+        self.reply_format = self.format if senders > 1 else self.format.of_means()
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
         # a small model is the same on every device, so that backends can be compared
         self.drawn_on = torch.device("cpu") if self.layout.elements < 2**20 else self.device
         master = dtype != torch.float32 if master is None else master
         self.storage = Storage(
-            dtype.itemsize, master=master, packed=packed, ranks=ranks, masked=masked, copies=copies, kept=kept
+            dtype.itemsize, master=master, packed=packed, ranks=ranks, masked=masked, senders=senders, kept=kept
         )
         self.buffers: dict[str, Any] = {}  # those that a pass has needed so far
 
@@ -178,16 +178,16 @@ class Workload:
         before = torch.full_like(residual.value, float("nan")) if self.storage.kept else None
         return replace(residual, before=before)
 
-    def messages(self, name: str, span: Span, form: Format, copies: int = 1) -> Messages:
+    def messages(self, name: str, span: Span, form: Format, senders: int = 1) -> Messages:
         """One message a rank, as `span` (the whole layout, or the shard that all of them are for) is cut."""
         source = self._generator(name)
-        messages = form.empty(self.layout.ranks * copies, self.device, copies)
+        messages = form.empty(self.layout.ranks * senders, self.device, senders)
         drawn = torch.empty_like(messages.buffer, device=self.drawn_on)
         messages.buffer.copy_(drawn.random_(0, 256, generator=source))
         messages.header.copy_(torch.tensor(form.header, dtype=torch.int32))
         shards = self.span.shards() if span is self.span else [self.shard] * self.layout.ranks
         for row in range(messages.rows):
-            shard = shards[row // copies]
+            shard = shards[row // senders]
             scales = messages.scales(row, shard)
             scales.copy_(torch.rand(scales.shape, generator=source, device=self.drawn_on).add_(0.5).mul_(0.1))
             messages.bits(row, shard).bitwise_and_(self._valid_bits(shard))
@@ -215,11 +215,11 @@ MADE: dict[str, Callable[[Workload], Any]] = {
     "anchor": lambda w: w.flat("anchor", w.span),
     "master": lambda w: w.flat("master", w.span) if w.storage.master else None,
     "momentum": lambda w: (
-        w.messages("momentum", w.span, w.reply_format, w.storage.copies)
+        w.messages("momentum", w.span, w.reply_format, w.storage.senders)
         if w.storage.packed
         else w.flat("momentum", w.span).mul_(0.1)
     ),
-    "replies": lambda w: w.messages("replies", w.span, w.reply_format, w.storage.copies),
+    "replies": lambda w: w.messages("replies", w.span, w.reply_format, w.storage.senders),
     "received": lambda w: w.messages("received", w.shard, w.format),
     "sent": lambda w: w.unwritten(w.format, w.layout.ranks),
     "reply": lambda w: w.unwritten(w.reply_format, 1),

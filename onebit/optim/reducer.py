@@ -32,7 +32,7 @@ class MomentumReducer:
         are multiplied by; None for 1. keep_previous: whether `previous` is wanted."""
         self.state, self.exchange, self.gamma = state, exchange, gamma
         m = exchange.replies
-        self._previous = m.format.empty(m.rows, state.device, m.copies) if keep_previous else None
+        self._previous = m.format.empty(m.rows, state.device, m.senders) if keep_previous else None
         self.limit: UpdateLimit | None = None  # of a step by m
         self.momentum_is_own = False  # local steps begin from a field that has m, which no message does
         self._all_live = AsyncReadback()

@@ -45,16 +45,16 @@ class Wire:
         self.plan = oracle.Layout(tuple(numels), self.layout.block_size, ranks, chunks)
         scale = pick(source, ("block", "tensor"))
         norms = ("l1", "l2", "unbiased") if scale == "block" else ("l1", "l2")
-        form, copies = Format(self.layout, scale, pick(source, norms)), 1
+        form, senders = Format(self.layout, scale, pick(source, norms)), 1
         self.chunk, self.rank = int(source.integers(chunks)), int(source.integers(ranks))
         work = pick(source, (self._decode, self._update, self._average))
         shards = [self.layout.shard(self.chunk, self.rank)] * ranks
         if work != self._average:  # of replies, which are the mean's, or every rank's own
-            copies = int(source.integers(1, 5)) if pick(source, (1, "direct")) == "direct" else 1
+            senders = int(source.integers(1, 5)) if pick(source, (1, "direct")) == "direct" else 1
             shards = self.layout.chunk(self.chunk).shards()
-        self.messages, good = _messages(source, form, shards, copies)
+        self.messages, good = _messages(source, form, shards, senders)
         outcome, before = _check_header(self.messages, good), self.messages.buffer.clone()
-        scales = torch.cat([self.messages.scales(row, shards[row // copies]) for row in range(self.messages.rows)])
+        scales = torch.cat([self.messages.scales(row, shards[row // senders]) for row in range(self.messages.rows)])
         # What is no message reaches no pass; with larger scales the order of operations decides what is left of a sum.
         self.good, self.moderate = good, good and bool((scales.abs() < 2).all())
         work(source)
@@ -66,7 +66,7 @@ class Wire:
         out = Guarded(source, self.layout.numel.tolist())
         before = self._flat(out)
         cpu.run(Decode(self.layout.chunk(self.chunk), self.messages, Pointers.to(self.layout, out.tensors)))
-        exact = self.messages.copies == 1
+        exact = self.messages.senders == 1
         if self.moderate or (self.good and exact):
             values = np.where(self._flagged(), np.nan, self._values())
             self._compare(self._flat(out), before, values, exact)
@@ -94,7 +94,7 @@ class Wire:
         out.buffer.zero_()
         cpu.run(Average(shard, self.messages, Residual.zeros(shard, form, value=kept.tensors[0]), out))
         if self.moderate and not self.messages.flags.any():
-            one_rank = Messages(self.messages.buffer, self.messages.format, copies=self.messages.rows)
+            one_rank = Messages(self.messages.buffer, self.messages.format, senders=self.messages.rows)
             c += values_of(one_rank, self.plan, self.chunk * self.plan.ranks + self.rank)
             lengths = self.plan.lengths_in(part)
             expected = oracle.compress(c, valid, lengths=lengths, scale=form.scale, norm=form.norm).scales
@@ -106,9 +106,9 @@ class Wire:
         return values_of(self.messages, self.plan, self.chunk * self.plan.ranks)
 
     def _flagged(self) -> np.ndarray:
-        """A mask of the chunk's elements of which the message, or one of its copies, carries a flag."""
+        """A mask of the chunk's elements of which any sender's message carries a flag."""
         sizes = [shard.elements for shard in self.layout.chunk(self.chunk).shards()]
-        return np.repeat(self.messages.flags.view(-1, self.messages.copies).any(1).numpy(), sizes)
+        return np.repeat(self.messages.flags.view(-1, self.messages.senders).any(1).numpy(), sizes)
 
     def _flat(self, tensors: Guarded) -> np.ndarray:
         return self.plan.flatten([tensor.numpy() for tensor in tensors.tensors])
@@ -122,18 +122,18 @@ class Wire:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def _messages(source: Source, form: Format, shards: list[Span], copies: int) -> tuple[Messages, bool]:
+def _messages(source: Source, form: Format, shards: list[Span], senders: int) -> tuple[Messages, bool]:
     """Make messages of random bytes, with guards. Returns them, and whether their headers are as they should be."""
-    rows = len(shards) * copies
+    rows = len(shards) * senders
     whole = torch.from_numpy(np.frombuffer(source.bytes(rows * form.nbytes + 2 * _GUARD), np.uint8).copy())
-    messages = Messages(whole[_GUARD : _GUARD + rows * form.nbytes].view(rows, form.nbytes), form, copies)
+    messages = Messages(whole[_GUARD : _GUARD + rows * form.nbytes].view(rows, form.nbytes), form, senders)
     kind = source.random()
     if kind < 0.8:
         messages.header.copy_(torch.tensor(form.header, dtype=torch.int32))
         messages.flags.copy_(torch.from_numpy(source.integers(0, 2, size=rows) * (source.random() < 0.2)))
     if kind < 0.6:
         for row in range(rows):
-            scales = messages.scales(row, shards[row // copies])
+            scales = messages.scales(row, shards[row // senders])
             scales.copy_(torch.from_numpy(source.random(len(scales), dtype=np.float32)))
     if 0.6 <= kind < 0.75:
         bit = int(source.integers(128))

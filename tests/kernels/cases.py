@@ -27,8 +27,8 @@ def device_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the grid. `copies`: the messages that replies and packed momentum have of a block. `grain`: blocks a
-    Triton program takes, or at least a CPU thread."""
+    """One point of the grid. `senders`: the messages that replies and packed momentum have of a block. `grain`: blocks
+    that a Triton program takes, or at least a CPU thread."""
 
     numels: tuple[int, ...]
     block_size: int = 32
@@ -40,7 +40,7 @@ class Case:
     grad: torch.dtype = F32
     master: bool = False
     momentum: str = "dense"  # or "packed" or "none"
-    copies: int = 1
+    senders: int = 1
     missing: tuple[int, ...] = ()
     unaligned: bool = False
     groups: int = 1
@@ -49,16 +49,16 @@ class Case:
 
 # Every scale, norm, dtype, form of momentum and kind of reply, with tails, several messages, chunks and groups.
 CASES = {
-    "three-groups-tensor": Case((63, 7, 1), ranks=2, scale="tensor", momentum="packed", copies=3, groups=3),
+    "three-groups-tensor": Case((63, 7, 1), ranks=2, scale="tensor", momentum="packed", senders=3, groups=3),
     "fp16-master-2049": Case(
         (2049,), 2048, 2, scale="tensor", norm="l2", param=F16, grad=F16, master=True, momentum="packed"
     ),
     "unaligned-bf16-96": Case((192, 100), 96, norm="l2", param=BF16, grad=BF16, momentum="packed", unaligned=True),
     "chunks": Case((500, 63, 1, 129), 32, 2, 3, momentum="packed", missing=(3,), groups=2, grain=2),
-    "copies-96": Case((500, 63, 1, 192), 96, 2, norm="unbiased", momentum="packed", copies=2, groups=2, grain=2),
+    "senders-96": Case((500, 63, 1, 192), 96, 2, norm="unbiased", momentum="packed", senders=2, groups=2, grain=2),
     "empty-parameters": Case((0, 40, 0, 5, 0), ranks=2, scale="tensor", param=F16, momentum="none"),
     "unbiased-bf16-chunks": Case(
-        (2049, 40), 2048, 2, 2, norm="unbiased", param=BF16, grad=BF16, master=True, copies=2, missing=(1,)
+        (2049, 40), 2048, 2, 2, norm="unbiased", param=BF16, grad=BF16, master=True, senders=2, missing=(1,)
     ),
 }
 GRID = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys(), indirect=True)  # conftest sets the grain

@@ -27,7 +27,7 @@ VARIANTS = [
     {},
     {"scale": "tensor", "norm": "l2", "dtype": torch.bfloat16, "masked": True, "scaled": True},
     {"norm": "unbiased", "dtype": torch.float16, "master": False, "packed": False, "block_size": 96},
-    {"ranks": 1, "copies": 2},
+    {"ranks": 1, "senders": 2},
 ]
 SCAN = import_module("onebit.kernels.cpu.scan")
 

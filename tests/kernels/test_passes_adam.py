@@ -95,13 +95,13 @@ def test_a_set_flag_changes_nothing(name, each, master, scale):
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("param, master, copies", [(F32, False, 1), (F16, True, 2), (F16, False, 3)])
+@pytest.mark.parametrize("param, master, senders", [(F32, False, 1), (F16, True, 2), (F16, False, 3)])
 @pytest.mark.parametrize("each", ["adam_update", "zero_one_update", "zero_one_sync"])
-def test_a_flagged_reply_leaves_its_blocks_alone(name, each, param, master, copies):
-    """Whichever of its copies has the flag."""
-    case = Case((64, 64), ranks=2, param=param, grad=param, master=master, copies=copies)
+def test_a_flagged_reply_leaves_its_blocks_alone(name, each, param, master, senders):
+    """Whichever sender's message has the flag."""
+    case = Case((64, 64), ranks=2, param=param, grad=param, master=master, senders=senders)
     stopped, plain = World(case, name), World(case, name)
-    stopped.replies.flags[copies - 1] = NONFINITE
+    stopped.replies.flags[senders - 1] = NONFINITE
     stopped.replies.scales(0, stopped.layout.shard(0, 0)).fill_(float("nan"))
     for world in (stopped, plain):
         world.run(each)

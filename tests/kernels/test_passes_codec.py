@@ -104,7 +104,7 @@ def test_decode_writes_each_sign_times_its_scale_and_nothing_else(case):
         before[chunk.part] = after[chunk.part]
         assert (after == before).all()
     for tensor, value in zip(world.params.tensors, values, strict=True):
-        if case.copies == 1:
+        if case.senders == 1:
             assert numpy(tensor).tolist() == stored(value, case.param, "cpu").tolist()
         else:
             assert_close(numpy(tensor), value, ELEMENTWISE + HALF_PLACE[case.param], 1)
@@ -147,7 +147,7 @@ def test_zeros_of_either_sign_are_positive_and_give_scale_zero_and_no_nan(name, 
 @ON_BACKENDS
 def test_a_flagged_message_decodes_to_nan_and_a_tensor_that_is_none_is_passed_over(name):
     """NaN, as an uncompressed mean would have."""
-    world = World(Case((64, 40, 33), ranks=3, param=BF16, copies=2), name)
+    world = World(Case((64, 40, 33), ranks=3, param=BF16, senders=2), name)
     world.replies.flags[1] = NONFINITE
     kept = world.params.tensors[1].clone()
     out = Pointers(world.layout, world.device, BF16, "parameter")

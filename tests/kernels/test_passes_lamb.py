@@ -127,7 +127,7 @@ def test_a_parameter_that_no_gradient_ever_reached_has_ratio_one_and_no_nan(name
 
 @ON_BACKENDS
 def test_statistics_of_flagged_replies_change_nothing(name):
-    world = World(Case((70, 5), ranks=2, copies=3), name)
+    world = World(Case((70, 5), ranks=2, senders=3), name)
     world.replies.flags[1::3] = NONFINITE  # as in all servers' replies
     world.replies.scales(1, world.layout.shard(0, 0)).fill_(float("nan"))
     before = frozen_bits(world.exp_avg_sq, world.state)

@@ -17,7 +17,7 @@ from tests.kernels.cases import CASES, F32, ON_BACKENDS, Case
 from tests.kernels.compare import assert_close, frozen_bits, numpy
 from tests.kernels.world import World
 
-FORMS = {**CASES, "many blocks": Case((32 * (2 * LANES + 5), 40), ranks=3, momentum="packed", copies=3)}
+FORMS = {**CASES, "many blocks": Case((32 * (2 * LANES + 5), 40), ranks=3, momentum="packed", senders=3)}
 EXACT = 1e-14  # fp64, of a hundred roundings
 LEAST, TIMES = 0.25, 2.0
 NUMELS = [7, 0, 1000, 2**40, 5, 12, 9, 3]
@@ -97,7 +97,7 @@ def test_more_parameters_than_are_worked_on_at_a_time_have_the_same_bits_on_ever
     sums, usual = 1e3 * torch.rand(2500, generator=source, dtype=torch.float64), torch.randn(2500, generator=source)
     numels = torch.randint(0, 90, (2500,), generator=source)
     for name in ("cpu", "triton"):
-        world = World(CASES["copies-96"], name)
+        world = World(CASES["senders-96"], name)
         a, b, c = (each.to(world.device) for each in (sums, numels, usual.clone()))
         out, shortened = torch.full_like(c, float("nan")), torch.zeros(1, dtype=torch.int64, device=world.device)
         bounds = LEAST, TIMES, 2 * TIMES

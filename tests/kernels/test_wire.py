@@ -69,13 +69,13 @@ def test_a_message_written_by_hand_reads_back_and_decodes(form, seed):
 
 
 @given(FORMS, st.sampled_from([1, 3]), st.integers(0, 2**32 - 1))
-def test_what_was_put_is_read(form, copies, seed):
+def test_what_was_put_is_read(form, senders, seed):
     span, source = form.layout.all(), np.random.default_rng(seed)
-    of_bits = source.integers(0, 256, (copies, span.elements // 8), dtype=np.uint8)
-    of_scales = source.uniform(0, 2, (copies, span.count)).astype(np.float32)
+    of_bits = source.integers(0, 256, (senders, span.elements // 8), dtype=np.uint8)
+    of_scales = source.uniform(0, 2, (senders, span.count)).astype(np.float32)
     if form.scale == "tensor":
         of_scales[:] = 0.5
-    messages = form.empty(copies * len(span.shards()), copies=copies)
+    messages = form.empty(senders * len(span.shards()), senders=senders)
     messages.put(span, torch.from_numpy(of_bits), torch.from_numpy(of_scales))
     assert np.array_equal(messages.bits_of(span).numpy(), of_bits)
     assert np.array_equal(messages.scales_of(span).numpy(), of_scales)

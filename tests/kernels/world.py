@@ -188,9 +188,9 @@ class Inputs:
 
     def all_messages(self, seed: int = 1) -> Messages:
         """Those of every shard, as replies are."""
-        shards, copies = self.layout.all().shards(), self.case.copies
-        found = self.random_messages([s for s in shards for _ in range(copies)], seed)
-        return Messages(found.buffer, found.format, copies)
+        shards, senders = self.layout.all().shards(), self.case.senders
+        found = self.random_messages([s for s in shards for _ in range(senders)], seed)
+        return Messages(found.buffer, found.format, senders)
 
 
 def lamb_state(world: Inputs) -> LambState:
@@ -298,7 +298,7 @@ class World(Inputs):
             return self.per_parameter(getattr(self, f"{of}64"))
         found = getattr(self, {"param": "params", "grad": "grads", "out": "sent", "previous": "momentum"}.get(of, of))
         if isinstance(found, Messages):
-            return found.slice(c.rows.start * found.copies, (c.rows.stop - c.rows.start) * found.copies)
+            return found.slice(c.rows.start * found.senders, (c.rows.stop - c.rows.start) * found.senders)
         if of in ("squares", "sums", "counts"):
             return found[c.blocks]
         return found[c.part] if isinstance(found, Tensor) and of != "flags" else found

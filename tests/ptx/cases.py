@@ -77,27 +77,27 @@ VARIANTS |= {
     ),
     "bf16-l1-2048": Variant(Case((2048, 33), 2048, 2, param=BF16, grad=BF16, momentum="packed")),
     "bf16-tensor-l2-2048": Variant(Case((2049,), 2048, scale="tensor", norm="l2", param=BF16, grad=BF16, master=True)),
-    "bf16-unbiased-32": Variant(Case((70, 32), 32, 2, norm="unbiased", param=BF16, grad=BF16, copies=3)),
+    "bf16-unbiased-32": Variant(Case((70, 32), 32, 2, norm="unbiased", param=BF16, grad=BF16, senders=3)),
     "2 blocks, 4 warps": Variant(Case((5000, 7), 1024, momentum="packed"), Config(2, 4)),
-    "4 blocks, 8 warps": Variant(Case((5000, 7), 1024, 2, scale="tensor", momentum="packed", copies=2), Config(4, 8)),
+    "4 blocks, 8 warps": Variant(Case((5000, 7), 1024, 2, scale="tensor", momentum="packed", senders=2), Config(4, 8)),
     "8 blocks, 16 warps": Variant(Case((9000,), 1024, param=BF16, grad=BF16, master=True), Config(8, 16)),
     "16 blocks, 2 warps": Variant(Case((9000, 40), 512, 2, scale="tensor", norm="l2", missing=(1,)), Config(16, 2)),
     "33 ranks": Variant(Case((1200,), 32, 33, momentum="packed"), passes=MESSAGES),
     "33 ranks, one scale": Variant(Case((1200,), 32, 33, scale="tensor"), passes=MESSAGES),
-    "33 copies": Variant(Case((70, 40), 32, 2, momentum="packed", copies=33)),
+    "33 senders": Variant(Case((70, 40), 32, 2, momentum="packed", senders=33)),
     "1,100 blocks, one scale": Variant(Case((35_200,), 32, scale="tensor"), Config(4, 8), OF_MANY_BLOCKS),
     "1,100 blocks": Variant(Case((35_200,), 32), Config(8, 8), OF_MANY_BLOCKS[1:]),
 }
 WITH_ZEROS = {
-    "zeros and a flag": Case((200, 40), 96, 2, copies=33),
-    "zeros and a flag, one scale": Case((300, 40), 256, 2, scale="tensor", copies=2),
+    "zeros and a flag": Case((200, 40), 96, 2, senders=33),
+    "zeros and a flag, one scale": Case((300, 40), 256, 2, scale="tensor", senders=2),
     "zeros and a flag, bf16": Case((200, 40), 96, 2, norm="unbiased", param=BF16, grad=BF16),
 }
 VARIANTS |= {name: Variant(case, passes=(ZEROS, "adam_update, flagged")) for name, case in WITH_ZEROS.items()}
 VARIANTS[sparse.NAME] = Variant(sparse.NAME, passes=sparse.PASSES)
 VARIANTS |= {f"aot: {name}": Variant(name, passes=workloads.PASSES) for name in workloads.NAMES}
 # What every run of the tests does: few blocks, and every kernel in each of its forms.
-QUICK = ("three-groups-tensor", "fp16-master-2049", "copies-96", "fp32-unaligned", *WITH_ZEROS)
+QUICK = ("three-groups-tensor", "fp16-master-2049", "senders-96", "fp32-unaligned", *WITH_ZEROS)
 
 
 def run(variant: Variant, orders: tuple[str, ...] = ORDERS) -> Outcome:

@@ -34,7 +34,7 @@ ORDERS = ("forward", "random")
 MUTATED = {
     "one scale": Variant(Case((1900, 5), 1024, scale="tensor", momentum="packed"), passes=(*MESSAGES, *COMPARED)),
     "a scale a block": Variant(
-        Case((1100,), 992, 3, norm="unbiased", param=F16, grad=F16, momentum="packed", copies=3, unaligned=True),
+        Case((1100,), 992, 3, norm="unbiased", param=F16, grad=F16, momentum="packed", senders=3, unaligned=True),
         passes=(*MESSAGES, *COMPARED, NOT_FINITE),
     ),
     "one warp": Variant(Case((200,), 96, 2, norm="unbiased", momentum="packed"), passes=(*MESSAGES, *COMPARED)),

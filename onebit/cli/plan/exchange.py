@@ -31,8 +31,8 @@ def pass_seconds(
     name: str, elements: float, cluster: Cluster, itemsize: int, exchange_class: type[Exchange] | None = None
 ) -> float:
     """One pass of one rank on `elements`."""
-    copies = 1 if exchange_class is None else cluster.gpus // exchange_class.shards(cluster.gpus)
-    of = Storage(itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, copies=copies)
+    senders = 1 if exchange_class is None else cluster.gpus // exchange_class.shards(cluster.gpus)
+    of = Storage(itemsize, master=itemsize < 4, packed=True, ranks=cluster.gpus, senders=senders)
     return elements * bytes_per_element(name, of) / cluster.rates.get(name, cluster.memory)
 
 
