@@ -3,7 +3,6 @@
 Sphinx with MyST and Furo: what PyTorch's own projects are built with, and kept up; Material for MkDocs has ended.
 """
 
-import re
 import shutil
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -30,7 +29,6 @@ default_role = "literal"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 80
 
-ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ")
 PAGES = {
     "Use": ["first_run", "usage", "options", "troubleshooting", "elastic", "run_time", "planning", "tuning"],
     "Judge": ["performance", "gpu", "comparison", "methods", "convergence", "reliability", "cluster_model"],
@@ -47,19 +45,11 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def show_as_written(app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]) -> None:
-    """A paragraph that begins with `name:` describes arguments, each from its name to the next. An indented one is
-    code."""
-    shown, inside = [""], False
+    """Show an indented paragraph as code."""
+    shown = [""]
     for line in lines:
-        begins = ARGUMENT.match(line)
-        inside = bool(begins) or (inside and bool(line))
-        if begins:
-            shown += ["", f"``{begins[1]}``", f"    {line[begins.end() :]}"]
-        elif inside:
-            shown.append(f"    {line.strip()}")
-        else:
-            shown += ["::", ""] if line.startswith(" ") and not shown[-1] else []
-            shown.append(line)
+        shown += ["::", ""] if line.startswith(" ") and not shown[-1] else []
+        shown.append(line)
     lines[:] = shown
 
 

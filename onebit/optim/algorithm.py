@@ -30,8 +30,8 @@ from onebit.optim.param_groups import Group
 from onebit.optim.reducer import MomentumReducer
 
 Kind = Literal["full", "1 bit", "local", "sync"]
-"""Of a step: on the averaged gradient, on the compressed momentum, on a rank's own gradient, and that with an exchange
-afterwards, after which all ranks agree again."""
+"""The kind of a step: on the averaged gradient, on the compressed momentum, on a rank's own gradient, and that with an
+exchange afterwards, after which all ranks agree again."""
 
 
 class Algorithm(ABC):
@@ -39,16 +39,19 @@ class Algorithm(ABC):
 
     At the freeze exp_avg, multiplied by beta1, becomes the field "residual": with no message received yet the first
     compressed step adds it where it would have read the momentum.
+
+    Methods get a flat state, which has the parameters of one dtype; the reducer, which averages its momentum; hyper,
+    the numbers of param groups, fp32 [groups, numbers]; and flags, int32 [1]: not 0 if the step is to change nothing.
     """
 
     stage_1: tuple[Field, ...] = (MOMENTUM,)
     stage_2: tuple[Field, ...] = (RESIDUAL,)
 
     needs_previous_momentum: ClassVar[bool] = False
-    """Whether compressed_step reads `reducer.previous`, the momentum of the step before."""
+    """True if compressed_step reads `reducer.previous`, the momentum of the step before."""
 
     uses_step_number: ClassVar[bool] = False
-    """Whether a step of stage 2 depends on how many were taken before."""
+    """True if a step of stage 2 depends on how many were taken before."""
 
     shortened_to: ClassVar[float | None] = None
     """A step by m that is longer than so many times what is usual for a parameter, and longer than `trusted_step`, is
@@ -98,7 +101,7 @@ class Algorithm(ABC):
         return param_groups.hyper_of(group, step, bias_correction)
 
     def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> StageRule:
-        """When stage 1 ends. window: steps between what a FreezeRule compares."""
+        """The rule that ends stage 1. window: steps between what a FreezeRule compares."""
         return FixedStep(options.fixed_freeze_step, window)
 
     def scratch(self, state: FlatState) -> dict[str, Tensor]:
@@ -126,7 +129,8 @@ class Algorithm(ABC):
         return {}
 
     def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
-        """At the freeze, before step number `step`: beta1 m, a parameter each, is what was left out."""
+        """Turn momentum into the residual at the freeze, before step number `step`: beta1 m, a parameter each, is what
+        was left out."""
         for i, beta1 in enumerate(beta1s):
             state.view(MOMENTUM.name, i).mul_(beta1)
         state.rename(MOMENTUM.name, RESIDUAL)

@@ -15,17 +15,18 @@ Values = Literal["finite", "non-negative", "whole", "any"]
 class Field:
     """One tensor of state.
 
-    name: its key in `optimizer.state[p]` and in saved states.
-    per: one fp32 number an "element", or an element of this rank's "slice" (with one level those are all), one fp32
-        number a "parameter", or one "bit" an element, packed.
-    values: what a run can leave in it. A saved state with other values is refused.
-    initial: what it holds before the first step.
-    required: whether a saved state must have it. Where it is not required and not there, it starts from `initial`.
-    always: whether every run has it. False for a field that is added only where it is needed: a state has its initial
-        value where it is not there, and a load adds it where a state has another.
-    saved: False for what every step computes anew, or what follows from other fields.
-    same_on_all_ranks: False for what is each rank's own: `optimizer.synchronize()` makes it the same.
-    shown_as: the name under which diagnostics show it, a field with one number an element by its norm.
+    Args:
+        name: its key in `optimizer.state[p]` and in saved states.
+        per: one fp32 number an "element", or an element of this rank's "slice" (with one level those are all), one fp32
+            number a "parameter", or one "bit" an element, packed.
+        values: what a run can leave in it. A saved state with other values is refused.
+        initial: what it holds before the first step.
+        required: whether a saved state must have it. If it is not required and not there, it starts from `initial`.
+        always: whether every run has it. False for a field that is added only if it is needed: a state has its initial
+            value if it is not there, and a load adds it if a state has another.
+        saved: False for what every step computes anew, or what follows from other fields.
+        same_on_all_ranks: False for what is each rank's own: `optimizer.synchronize()` makes it the same.
+        shown_as: the name under which diagnostics show it, a field with one number an element by its norm.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Field:
 
 
 MOMENTUM = Field("exp_avg")
-"""In stage 2 from a save or a load until the next step begins: m, of which no message and no residual has anything."""
+"""m. It is there in stage 2 from a save or a load until the next step begins: no message and no residual has any."""
 FOLDED_MOMENTUM = Field("folded_momentum", saved=False, always=False)
 """m that was added to the residual, for those that need it until the next compressed step was taken."""
 LAST_MOMENTUM = Field("last_momentum", saved=False, always=False)
@@ -48,7 +49,7 @@ LAST_MOMENTUM = Field("last_momentum", saved=False, always=False)
 RESIDUAL = Field("residual", per="slice", required=False, same_on_all_ranks=False)
 VARIANCE = Field("exp_avg_sq", values="non-negative", shown_as="variance_norm")
 JOINED = Field("joined_after_step", per="parameter", values="whole", required=False, always=False)
-"""Of stage 1 where parameters were added to a run: how many steps had been taken before each."""
+"""The number of steps that had been taken before each parameter, in stage 1 of a run to which some were added."""
 LEAST_ROOT = Field("least_root", per="parameter", values="non-negative")  # of a variance in use
 ROOT_AT_ZERO = Field("root_at_zero", per="parameter", values="non-negative")  # where the variance is 0
 MASTER = Field("master", values="any", required=False, always=False)  # fp32 copy of 16-bit parameters

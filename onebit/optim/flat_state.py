@@ -138,7 +138,7 @@ class FlatState:
 
     @property
     def slice_spans(self) -> list[Span]:
-        """Of every chunk what this rank compresses; with one level all of it."""
+        """The span that this rank compresses of every chunk; with one level all of it."""
         return self.layout.parts(self.slice_index, self.slices)
 
     def __contains__(self, name: str) -> bool:
@@ -246,7 +246,7 @@ class FlatState:
         return [None if g is None else local(g) for g in grads] if self._sharded else grads
 
     def stored(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Of one tensor a parameter: views that are contiguous where a tensor lies as its parameter does."""
+        """View one tensor a parameter so that it is contiguous if it lies as its parameter does."""
         if not self._permuted:
             return tensors
         return [None if t is None else as_stored(t, order) for t, order in zip(tensors, self.orders, strict=True)]
@@ -269,7 +269,7 @@ class FlatState:
         return [local(p.grad) for p in self.params if p.grad is not None]
 
     def bind_tensors(self) -> None:
-        """To the parameters and gradients as they lie now."""
+        """Point passes to the parameters and gradients as they lie now."""
         try:
             self.parameters.bind_tensors(self.stored(self.values_now()))
         except TypeError as error:
@@ -297,7 +297,7 @@ class FlatState:
             self._after_step = list(map(_place_of, self.values_now()))
 
     def parameters_were_written(self) -> None:
-        """By the optimizer: autograd learns of it, and it counts as no change by the user."""
+        """Note that the optimizer has written: autograd learns of it, and it counts as no change by the user."""
         written_by_address([*self.values_now(), *(self.params if self._sharded else ())])
         if self._after_step:
             self._after_step = [(version + 1, address) for version, address in self._after_step]
@@ -320,7 +320,8 @@ class FlatState:
         return Layout(self.numels, groups=self.rows, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
 
     def _use(self, layout: Layout) -> None:
-        """And make its table now, in this stream: the first pass may run in another, whose memory it would be."""
+        """Use a layout, and make its table now, in this stream: the first pass may run in another, whose memory it
+        would be."""
         self.layout = layout
         self._views: dict[str, Tensor] = {}  # of fields, as long as the layout is
         layout.table(self.device)
@@ -336,7 +337,8 @@ def _size(spans: Sequence[Span]) -> int:
 
 
 def pieces(spans: Sequence[Span], flat: Tensor, index: int) -> list[tuple[slice, Tensor]]:
-    """Of a tensor that has some spans' elements one after the other: which elements of a parameter, and where."""
+    """Find a parameter in a flat tensor that has some spans' elements one after the other: which elements, and
+    where."""
     found, start = [], 0
     for span in spans:
         own = flat[start : start + span.elements]

@@ -1,4 +1,4 @@
-"""When stage 1 ends, and what is kept of its variance.
+"""The end of stage 1, and what is kept of its variance.
 
     freeze_step = t          after t steps
     freeze_step = FreezeRule(threshold, D)     after the first step t >= 2 D with min(r, 1/r) >= threshold,
@@ -37,7 +37,9 @@ MOST_STEPS = 2**31
 class FreezeRule:
     """Ends stage 1 when what it compares has hardly changed over a window.
 
-    threshold: how close to 1 the ratio has to be. window: steps between what is compared; None takes 1 / (1 - beta2).
+    Args:
+        threshold: how close to 1 the ratio has to be.
+        window: steps between what is compared; None takes 1 / (1 - beta2).
     """
 
     threshold: float = 0.96
@@ -86,7 +88,7 @@ class StageRule:
         return False
 
     def due(self, step: int) -> bool:
-        """Whether stage 1 ends after step `step`, the last one added."""
+        """Return whether stage 1 ends after step `step`, the last one added."""
         if self.freeze_step is not None:
             return step >= self.freeze_step
         return step >= 2 * self.window and self.ratio is not None and self._stable(self.ratio)
@@ -112,7 +114,7 @@ class StageRule:
 
 
 class FixedStep(StageRule):
-    """For an algorithm without a rule of its own: stage 1 ends after `freeze_step` steps."""
+    """The rule of an algorithm without a rule of its own: stage 1 ends after `freeze_step` steps."""
 
     def __init__(self, freeze_step: int | None, window: int) -> None:
         if freeze_step is None:
@@ -160,8 +162,9 @@ def check_variance(states: Sequence[FlatState], steps: int) -> None:
 
 
 def correct_joined_(state: FlatState, rows: Sequence[Hyper], steps: int) -> None:
-    """At the freeze, after so many steps: v of parameters that were added later, whose weights add up to less, becomes
-    what vhat is made of as that of the others. rows: each param group's numbers; bias2 is 1 without bias correction."""
+    """Correct v, at the freeze after so many steps, of parameters that were added later, whose weights add up to less:
+    vhat is made of it as of that of the others. rows: each param group's numbers; bias2 is 1 without bias
+    correction."""
     for i, before in enumerate(state[JOINED.name].tolist()):
         h = rows[state.groups[i]]
         if 0 < before < steps and h.bias2 > 1:

@@ -16,7 +16,8 @@ from torch.amp import GradScaler
 
 
 def report_to_scaler(optimizer: torch.optim.Optimizer, flags: Tensor) -> None:
-    """Within `GradScaler.step(optimizer)`: the scaler has found what is not finite where `flags`, int32 [1], is set."""
+    """Tell the scaler within `GradScaler.step(optimizer)` that it has found what is not finite if `flags`, int32 [1],
+    is set."""
     scaler = _scaler_of(optimizer) if hasattr(optimizer, "found_inf") else None
     if scaler is not None:
         found: dict[torch.device, Tensor] = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

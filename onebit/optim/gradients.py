@@ -54,12 +54,13 @@ class Gradients:
         self._in_step = self._has_written = False  # whether a step is being taken, and `hyper` has its numbers
 
     def forget_clip(self) -> None:
-        """By DDP's hook: another backward pass, whose gradients may be the same tensors, of which DDP's buckets are."""
+        """Forget a clip: DDP's hook calls this in another backward pass, whose gradients may be the same tensors, of
+        which DDP's buckets are."""
         self._checked, self.max_norm, self._clip, self.squares = None, None, None, None
 
     def claim_node_mean(self, by_exchange: bool) -> bool:
-        """By DDP's hook in stage 2, for each bucket: whether it is to average it over the node, which the step then
-        leaves out. by_exchange: whether the exchange does it, chunk by chunk."""
+        """Return to DDP's hook in stage 2, for each bucket, whether it is to average it over the node, which the step
+        then leaves out. by_exchange: whether the exchange does it, chunk by chunk."""
         self.node_mean = self.node_mean is not False and not by_exchange
         return self.node_mean
 
@@ -90,16 +91,16 @@ class Gradients:
 
     @property
     def are_scaled(self) -> bool:
-        """Whether a GradScaler has a part in this step."""
+        """Return whether a GradScaler has a part in this step."""
         return self._unscale is not None or self._found_inf is not None
 
     @property
     def hyper(self) -> Tensor:
-        """As they were written last."""
+        """The numbers of param groups as they were written last."""
         return self._hyper.values
 
     def average(self, states: Sequence[FlatState], ranks: Ranks, wire_dtype: torch.dtype | None = None) -> None:
-        """In place, once. A missing gradient counts as zero."""
+        """Average gradients in place, once. A missing gradient counts as zero."""
         if ranks.size == 1 or unchanged(self._averaged.get("whole"), states):
             return
         for state in states:
@@ -108,7 +109,8 @@ class Gradients:
         self._averaged["whole"] = versions_of(states)
 
     def average_slices(self, states: Sequence[FlatState], node: Transport, wire_dtype: torch.dtype | None) -> None:
-        """In place, once: in this rank's slices their mean over the ranks of the node. Other values stay its own."""
+        """Average this rank's slices of gradients in place, once, over the ranks of the node. Other values stay its
+        own."""
         before = self._averaged.get("slices")
         if self.node_mean or unchanged(before, states):
             return
@@ -126,7 +128,7 @@ class Gradients:
         self._averaged["slices"] = versions_of(states)
 
     def were_checked(self, states: Sequence[FlatState]) -> bool:
-        """Whether `check_finite` has looked at these very gradients."""
+        """Return whether `check_finite` has looked at these very gradients."""
         return unchanged(self._checked, states)
 
     def check_finite(
@@ -167,7 +169,8 @@ class Gradients:
             self._checked = versions_of(states)
 
     def clip_as_asked(self, run: Run) -> None:
-        """Of averaged gradients, which ranks have not agreed on before one died: the norm is known to each of them."""
+        """Clip averaged gradients, which ranks have not agreed on before one died: the norm is known to each of
+        them."""
         squares = torch.zeros(1, dtype=torch.float64, device=self.flags.device)
         hyper, asked = self.write_hyper(run, clipped=False), self.max_norm
         self.check_finite(run.state.states, run.setup.topology.everyone, hyper, squares, agree=False)
@@ -175,8 +178,8 @@ class Gradients:
             self.clip(squares, squares, asked)
 
     def clip(self, squares: Tensor, of_mean: Tensor, max_norm: float) -> Tensor:
-        """By the norm of their mean, from its square and the `squares` of the gradients as they lie. What the norm is
-        with the clipping there was, before this one."""
+        """Clip by the norm of the gradients' mean, from its square and the `squares` of the gradients as they lie.
+        Returns the norm with the clipping there was, before this one."""
         self.squares, norm = squares, of_mean.sqrt().float()
         before = torch.ones_like(norm) if self._clip is None else self._clip
         self._clip = before * (max_norm / (norm * before + 1e-6)).clamp(max=1.0)
@@ -209,13 +212,13 @@ class HyperTable:
 
 
 def versions_of(states: Sequence[FlatState]) -> Versions:
-    """Of every gradient."""
+    """The versions of every gradient."""
     grads = [grad for state in states for grad in state.gradients_now()]
     return Versions(grads, [0 if g is None else g._version for g in grads])
 
 
 def unchanged(before: Versions | None, states: Sequence[FlatState], in_place: bool = True) -> bool:
-    """Whether gradients are those of `before`; with `in_place`, and were not written to since."""
+    """Return whether gradients are those of `before`; with `in_place`, and were not written to since."""
     if before is None:
         return False
     now = versions_of(states)

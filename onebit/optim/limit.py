@@ -39,7 +39,7 @@ USUAL = Field("usual_step", per="parameter", required=False, always=False)
 
 
 class UpdateLimit:
-    """Of one flat state in stage 2, whose momentum `replies` are."""
+    """The limit of one flat state's steps in stage 2, whose momentum `replies` are."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class UpdateLimit:
             state.add(USUAL)
 
     def variance_was_updated(self, flags: Tensor) -> None:
-        """By a full-precision step, where flags is 0."""
+        """Note that a full-precision step has updated the variance, if flags is 0."""
         usual = self.state[USUAL.name]
         usual.copy_(torch.where(flags == 0, -usual.abs(), usual))
         self._d = None

@@ -45,7 +45,7 @@ FIELDS = (ANCHOR, OWN_MOMENTUM, FACTOR)
 
 
 class LocalSteps:
-    """Of one flat state, from what its last exchange has left."""
+    """Local steps of one flat state, from what its last exchange has left."""
 
     def __init__(self, state: FlatState, reducer: MomentumReducer, live: Tensor) -> None:
         """live: bool [elements], where elements take part."""
@@ -127,7 +127,7 @@ class LocalSteps:
         self._exchange.run(compress, chunks=None if undo is None else undo.chunks)
 
     def synchronize(self, hyper: Tensor) -> None:
-        """After the exchange: all ranks have the same parameters."""
+        """Give all ranks the same parameters, after the exchange."""
         state, total = self.state, self._exchange.replies
         before = factor = state[FACTOR.name]
         self._set_reference(torch.maximum(self.weights, torch.where(before > 0, KEPT / before, 0)))
@@ -151,7 +151,7 @@ class LocalSteps:
         return [self.taken, self.weights.tolist(), self.decay.tolist()]
 
     def go_on(self, progress: Any, before: LocalSteps | None = None) -> None:
-        """With another set of ranks, where they were between two exchanges. before: this rank's own until now; None on
+        """Go on with another set of ranks, which were between two exchanges. before: this rank's own until now; None on
         a rank that joins, which has what all had after the last exchange."""
         state = self.state
         self.taken = int(progress[0])

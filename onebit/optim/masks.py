@@ -23,7 +23,8 @@ from onebit.optim.sharding import is_sharded, local
 
 
 def fixed_elements(group: Mapping[str, Any], mask: Any) -> dict[Tensor, Tensor]:
-    """Of a group's parameters with a mask: bool, in the shape of this rank's part, True where it is fixed.
+    """Return the fixed elements of a group's parameters with a mask: bool, in the shape of this rank's part, True where
+    it is fixed.
 
     mask: one for a group of one parameter, or a sequence with one, or None, for each.
     """
@@ -86,7 +87,7 @@ def without(state: FlatState, grads: Sequence[Tensor | None]) -> list[Tensor | N
 
 @contextmanager
 def fixed_kept(states: Sequence[FlatState]) -> Iterator[None]:
-    """Within it parameters are updated: what is fixed is put back."""
+    """Put what is fixed back after parameters were updated within this."""
     each = _each(states)
     before = list(map(_values, each)) if each else []
     yield
@@ -102,7 +103,7 @@ def _values(fixed: tuple[FlatState, int, Tensor, Tensor]) -> Tensor:
 
 
 def checksum(fixed: Iterable[Tensor | None]) -> str:
-    """Return, for ranks to compare, how many parameters have fixed elements, and a checksum of these."""
+    """Sum up what is fixed, and in which parameters, for ranks to compare."""
     found = [(i, zlib.crc32(each.cpu().numpy().tobytes())) for i, each in enumerate(fixed) if each is not None]
     return f"{len(found)} (checksum {zlib.crc32(str(found).encode())})" if found else "none"
 

@@ -63,7 +63,7 @@ class MeanNorm:
         return squares * (1 - self.numbers[3:] * (1 - 1 / senders))
 
     def _write(self, squares: Tensor, flags: Tensor, numbers: Sequence[Tensor]) -> None:
-        """Where the step was taken. Gradients that are all 0 tell nothing."""
+        """Write numbers if the step was taken. Gradients that are all 0 tell nothing."""
         tells = (flags == 0) & squares.isfinite() & (squares > 0)
         self.numbers.copy_(torch.where(tells, torch.cat(list(numbers)), self.numbers))
 

@@ -23,7 +23,7 @@ def order_of(tensor: Tensor) -> Order:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory, each in a place of its own."""
+    """Return whether its elements fill their memory, each in a place of its own."""
     return as_stored(tensor.detach(), order_of(tensor)).is_contiguous()
 
 

@@ -194,8 +194,8 @@ class Options:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any], without: Mapping[str, str]) -> Options:
-        """From the keyword arguments of an optimizer, AdamW's included. without: those that it does not take, and what
-        to do."""
+        """Read options from the keyword arguments of an optimizer, AdamW's included. without: those that it does not
+        take, and what to do."""
         arguments = _without_those_of_adamw(arguments)
         names = [each.name for each in fields(cls) if each.name not in without]
         unknown = sorted(arguments.keys() - set(names))
@@ -252,15 +252,16 @@ def without_markup(text: str) -> str:
 
 
 T = TypeVar("T", bound=type)
-_GROUPS = """\
-process_group: a torch.distributed group, an mpi4py communicator, or None for the default group, if there is one.
-node_group: the ranks of this rank's node, which average uncompressed, and are one rank to the network: a group, or
-    "auto" for the ranks of a host, where there are several hosts and each has equally many; None for one level.
-"""
+_RANKS = {
+    "process_group": "a torch.distributed group, an mpi4py communicator, or None: the default group, if there is one.",
+    "node_group": "the ranks of this rank's node, which average uncompressed, and are one rank to the network: a "
+    'group, or "auto" for the ranks of a host, if there are several hosts and each has equally many; None: one level.',
+}
 
 
 def shows_options(optimizer: T) -> T:
-    """A class whose __init__ ends with **options: its signature and its docstring show each of them."""
+    """Show each option in the signature, and in the Args that end the docstring, of a class whose __init__ ends with
+    **options."""
     signature = inspect.signature(optimizer.__init__)  # type: ignore[misc]
     taken = [f for f in fields(Options) if f.name not in optimizer.without_options]  # type: ignore[attr-defined]
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -269,8 +270,9 @@ def shows_options(optimizer: T) -> T:
     parameters = [*own, *(inspect.Parameter(name, kind, default=d, annotation=a) for name, d, a in shared)]
     optimizer.__init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[misc]
     text = inspect.cleandoc(optimizer.__doc__ or "")
-    shown = "\n".join(f"{f.name}: {without_markup(f.metadata['description'])}." for f in taken)
-    optimizer.__doc__ = f"{text}\n{_GROUPS}\nOptions of every optimizer:\n\n{shown}\n"
+    described = {f.name: f"{without_markup(f.metadata['description'])}." for f in taken} | _RANKS
+    shown = "\n".join(f"    {name}: {description}" for name, description in described.items())
+    optimizer.__doc__ = f"{text}\n{shown}\n"
     return optimizer
 
 

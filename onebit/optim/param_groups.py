@@ -80,7 +80,7 @@ def device_of(groups: Groups) -> torch.device:
 
 
 def name_of(parameter: Tensor, groups: Groups, names: Mapping[Tensor, str]) -> str:
-    """From `names`, from the groups where they were given named parameters, or its place."""
+    """Name a parameter: from `names`, from the groups if they were given named parameters, or by its place."""
     if parameter in names:
         return names[parameter]
     for g, group in enumerate(groups):
@@ -122,7 +122,7 @@ def identities(groups: Groups) -> list[Identity]:
 
 
 def on_device(lr: float | Tensor) -> TypeGuard[Tensor]:
-    """Whether the host can't read a learning rate without a wait."""
+    """Return whether the host can't read a learning rate without a wait."""
     return isinstance(lr, Tensor) and lr.device.type != "cpu"
 
 

@@ -77,7 +77,8 @@ class MomentumReducer:
         return None if self.limit is None else self.limit.of_messages(hyper, weight)
 
     def mask_was_updated(self, all_live: Tensor) -> None:
-        """By a step. all_live: bool [1], whether every element takes part now; the host knows with the next step."""
+        """Note that a step has updated the mask. all_live: bool [1], whether every element takes part now; the host
+        knows with the next step."""
         self.exchange.all_live = False
         self._all_live.start(all_live)
 
@@ -122,6 +123,6 @@ class MomentumReducer:
         ))  # fmt: skip
 
     def keep_previous_momentum(self) -> None:
-        """Before an exchange overwrites it."""
+        """Copy the momentum before an exchange overwrites it."""
         if self._previous is not None and FOLDED_MOMENTUM.name not in self.state:
             self._previous.buffer.copy_(self.replies.buffer)

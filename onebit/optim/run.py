@@ -43,16 +43,16 @@ class Run:
 
     @property
     def needs_step_number(self) -> bool:
-        """Whether the coming step depends on its number: in stage 1, in which some parameters stay, and where it reads
-        a momentum that no message has."""
+        """Return whether the coming step depends on its number: in stage 1, in which some parameters stay, and when it
+        reads a momentum that no message has."""
         state = self.state
         in_stage_1 = not state.stages.compressing or bool(state.uncompressed)
         return in_stage_1 or state.momentum_at != "messages" or self.setup.algorithm.uses_step_number
 
     @property
     def flags_travel(self) -> bool:
-        """Whether messages are so small that they leave before anyone has asked for the other ranks' flags. Ranks with
-        other parts of sharded parameters have to be asked: no message of this rank reaches them."""
+        """Return whether messages are so small that they leave before anyone has asked for the other ranks' flags.
+        Ranks with other parts of sharded parameters have to be asked: no message of this rank reaches them."""
         return self.setup.topology.shard is None and self.state.messages_are_small
 
     def exchange(self, hyper: Tensor, flags: Tensor, ranks_agreed: bool) -> None:

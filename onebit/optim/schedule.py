@@ -29,7 +29,7 @@ class SpacedSteps:
         return index >= 0 and self._steps[index] == step
 
     def index(self, step: int) -> int:
-        """Of the last one up to `step`; -1 if there is none."""
+        """The index of the last one up to `step`; -1 if there is none."""
         while self._steps[-1] < step:
             self[len(self._steps)]
         return bisect_right(self._steps, step) - 1
@@ -91,7 +91,8 @@ class SyncSchedule:
         self._steps = SpacedSteps(first, lambda _, t: min(clipper, 2 ** min((t - first) // scaler, 31)))
 
     def is_alone(self, step: int) -> bool:
-        """Whether a rank moves by its own gradient in this step: in every one from the first local one on."""
+        """Return whether a rank moves by its own gradient in this step: it does in every one from the first local one
+        on."""
         return self.first_local is not None and step >= self.first_local
 
     def is_sync(self, step: int) -> bool:

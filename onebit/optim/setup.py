@@ -49,7 +49,7 @@ class Setup:
 
     @property
     def exchange_class(self) -> type[Exchange]:
-        """Of the exchange of messages."""
+        """The class of the exchange of messages."""
         return exchange_for(self.options.reply, self.topology.replicas.size)
 
     @property
@@ -61,7 +61,7 @@ class Setup:
 
     @property
     def shards(self) -> int:
-        """Into how many of them a chunk is cut."""
+        """The number of shards of a chunk."""
         return shards_of(self.topology, self.exchange_class)
 
     def name_of(self, parameter: Tensor) -> str:
@@ -85,7 +85,8 @@ class Setup:
         return max(param_groups.betas_of(group)[1] for group in self.groups)
 
     def warn_if_early(self) -> None:
-        """Without bias correction the variance needs 1 / (1 - beta2) steps to grow to its size."""
+        """Warn of an early freeze without bias correction: the variance needs 1 / (1 - beta2) steps to grow to its
+        size."""
         options, steps = self.options, round(1 / (1 - self.beta2))
         if not options.bias_correction and 0 < (options.fixed_freeze_step or 0) < steps:
             warn(
@@ -205,7 +206,7 @@ class RankFinder:
         return alone or topology.node is not None
 
     def how_nodes_are_found(self, process_group: Any) -> str:
-        """In another group: given with a Topology, "auto", or there are none."""
+        """Tell how another group finds its nodes: given with a Topology, "auto", or there are none."""
         if isinstance(process_group, Topology):
             return "given"
         if self._node_group not in (None, "auto"):
@@ -216,8 +217,8 @@ class RankFinder:
         return self._node_group or "none"
 
     def topology_of(self, process_group: Any) -> Topology:
-        """Of another group, nodes as they were asked for: a collective call of the group. A Topology stays what it is.
-        Nothing changes."""
+        """Make the topology of another group, nodes as they were asked for: a collective call of the group. A Topology
+        stays what it is. Nothing changes."""
         return Topology.of(process_group, self._node_group, self.device)
 
     def go_on_with(self, topology: Topology) -> None:

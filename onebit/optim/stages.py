@@ -68,8 +68,8 @@ class Stages:
         self.shortened_in_a_row = 0  # steps that most parameters were to be moved too far by
 
     def go_on_counting(self, before: Stages, left_out: int) -> None:
-        """In the same process: what is not saved with a state, and of a rank alone. left_out: local steps that other
-        ranks have taken, and this one has not."""
+        """Take over, in the same process, what is not saved with a state, and of a rank alone. left_out: local steps
+        that other ranks have taken, and this one has not."""
         self.left_out.copy_(before.left_out + left_out)
         self._known = before._known
         self.steps_before, self.skipped_before = before.steps_before, before.skipped_before
@@ -77,7 +77,7 @@ class Stages:
 
     @property
     def freeze_is_due(self) -> bool:
-        """Whether stage 2 begins with the coming step."""
+        """Return whether stage 2 begins with the coming step."""
         return not self.compressing and self.rule.due(self.steps)
 
     @property
@@ -111,7 +111,8 @@ class Stages:
             self._readback.start(torch.cat(numbers))
 
     def read_last_step(self, beta2s: Sequence[float]) -> bool:
-        """Whether the last step was taken. False if no step is left to read. beta2s: 0 without bias correction."""
+        """Return whether the last step was taken. False if no step is left to read. beta2s: 0 without bias
+        correction."""
         numbers = self._readback.finish()
         if numbers is None:
             return False
@@ -130,7 +131,7 @@ class Stages:
         return True
 
     def warn_of_short_runs(self) -> None:
-        """With the first step: where stage 1 ends by itself, and not soon."""
+        """Warn with the first step if stage 1 ends by itself, and not soon."""
         if self._measures:
             to_log(
                 logging.WARNING,

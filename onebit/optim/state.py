@@ -186,7 +186,7 @@ class State:
 
     @property
     def synchronized(self) -> bool:
-        """Whether no local step was taken since the last exchange."""
+        """Return whether no local step was taken since the last exchange."""
         return not any(part.local.taken for part in self.parts if part.local is not None)
 
     @property

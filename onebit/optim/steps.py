@@ -56,12 +56,12 @@ class Step:
 
     @property
     def _asks_first(self) -> bool:
-        """Whether ranks agree that all is finite before anything is sent."""
+        """Return whether ranks agree that all is finite before anything is sent."""
         return True
 
     @property
     def _slices(self) -> int:
-        """Of so many of the gradients this rank looks at one."""
+        """The number of slices of the gradients, of which this rank looks at one."""
         return 1
 
     def _average(self, states: Sequence[FlatState]) -> None:
@@ -78,7 +78,7 @@ class Step:
         self.run.state.mean_norm.full_step(squares, flags, self.run.setup.topology.nodes)
 
     def of_mean(self, squares: Tensor) -> Tensor:
-        """Of the mean gradient, by those of what this step moves by."""
+        """The square of the mean gradient, by those of what this step moves by."""
         nodes = self.run.setup.topology.nodes
         return squares if self.kind == "full" else self.run.state.mean_norm.of_mean(squares, nodes)
 
@@ -94,7 +94,7 @@ class Step:
             self._move_parts(hyper, flags)
 
     def shared(self) -> list[Tensor]:
-        """Of a step that was taken, what every rank has the same by now: by this a process that belongs to no rank can
+        """What every rank has the same by now of a step that was taken: by this a process that belongs to no rank can
         take the step, too (`follow`)."""
         return [tensor for part in self.run.state.parts for tensor in self._shared(part)]
 
@@ -115,7 +115,7 @@ class Step:
             p.grad = torch.empty_like(p).copy_(next(shared))
 
     def _move_parts(self, hyper: Tensor, flags: Tensor) -> None:
-        """And take back what has been exchanged, where replies say so."""
+        """Move every part, and take back what has been exchanged if replies say so."""
         for part in self.run.state.parts:
             if part.reducer is None:
                 self.run.setup.algorithm.full_step(part.state, hyper, flags)
@@ -143,8 +143,8 @@ class Step:
 
     @property
     def next_needs_no_mean(self) -> bool:
-        """Whether the step after this one has no use for averaged gradients, if this one was taken. If not, and it has,
-        `step` averages them."""
+        """Return whether the step after this one has no use for averaged gradients, if this one was taken. If not, and
+        it has, `step` averages them."""
         run = self.run
         return run.state.stages.compressing and run.setup.topology.node is None and run.kind(ahead=2) != "full"
 
@@ -248,7 +248,7 @@ class SyncStep(LocalStep):
     timed_as: ClassVar[Timed] = "1 bit"
 
     def _exchange(self, hyper: Tensor) -> None:
-        """Of what a rank owes after its own step."""
+        """Exchange what a rank owes after its own step."""
         for part in self.run.state.parts:
             assert part.reducer is not None
             super()._move(part, part.reducer, hyper, self.gradients.flags)

@@ -43,8 +43,8 @@ _SETTINGS = ("var_update_scaler", "var_freeze_step", "local_step_scaler", "local
 
 
 class AfterDenseStart(FixedStep):
-    """With the first compressed step. Where a later state was loaded, full steps come before that which are taken as
-    those of the dense start: m is dense still."""
+    """The end of the dense start: the first compressed step. If a later state was loaded, full steps come before that
+    which are taken as those of the dense start: m is dense still."""
 
     def __init__(self, schedule: VarianceSchedule, window: int) -> None:
         super().__init__(schedule.dense_start, window)
@@ -68,7 +68,7 @@ class ZeroOne(Adam):
 
     @classmethod
     def of(cls, update_scaler: int, freeze_step: int | None, local_scaler: int | None, clipper: int) -> ZeroOne:
-        """From the arguments of `onebit.ZeroOneAdam`; a ValueError says which is wrong, and why."""
+        """Make it from the arguments of `onebit.ZeroOneAdam`; a ValueError says which is wrong, and why."""
         for name, value, what, none in (
             ("var_update_scaler", update_scaler, "how many full-precision steps before their distance doubles", ""),
             ("var_freeze_step", freeze_step, "the last step that may update the variance", " or None"),
@@ -168,8 +168,8 @@ class ZeroOne(Adam):
         return dict(enumerate(map(int, state.add_parts(without.double()).tolist())))
 
     def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
-        """Where a state of another optimizer was loaded between two exchanges, every rank goes on with m itself, and
-        nothing was left out."""
+        """Let every rank go on with m itself, and nothing left out, if a state of another optimizer was loaded between
+        two exchanges."""
         if self.kind(step) in ("local", "sync"):
             state[local_steps.OWN_MOMENTUM.name].copy_(state[MOMENTUM.name])
             state[local_steps.FACTOR.name].zero_()  # there was no exchange

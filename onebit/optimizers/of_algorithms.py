@@ -26,7 +26,8 @@ class OneBitAdam(OneBitOptimizer):
         optimizer = onebit.OneBitAdam(model.parameters(), lr=1e-3, weight_decay=0.01)
         onebit.attach(ddp_model, optimizer)        # with DDP; without DDP the optimizer communicates alone
 
-    params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
+    Args:
+        params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; all but params by param group.
     """
 
     algorithm: ClassVar[type[Adam]] = Adam
@@ -46,10 +47,12 @@ class OneBitLamb(OneBitOptimizer):
         optimizer = onebit.OneBitLamb(model.parameters(), lr=2e-3, weight_decay=0.01)
         onebit.attach(ddp_model, optimizer)        # with DDP; without DDP the optimizer communicates alone
 
-    params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
-    coeff_beta: how the coefficients of stage 1 are averaged. min_coeff, max_coeff: their bounds in stage 1.
-    factor_min, factor_max, factor_threshold: bounds of the ratio in stage 2, and of its relative change in a step.
-    ratio: of the variances (Algorithm 1, line 17), or of the denominators, as DeepSpeed computes it.
+    Args:
+        params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; all but params by param group.
+        coeff_beta: how the coefficients of stage 1 are averaged.
+        min_coeff, max_coeff: bounds of the coefficients in stage 1.
+        factor_min, factor_max, factor_threshold: bounds of the ratio in stage 2, and of its relative change in a step.
+        ratio: of the variances (Algorithm 1, line 17), or of the denominators, as DeepSpeed computes it.
     """
 
     algorithm: ClassVar[type[Lamb]] = Lamb
@@ -88,12 +91,13 @@ class ZeroOneAdam(OneBitOptimizer):
     With local_step_scaler ranks do not communicate in every step after var_freeze_step. Each rank then moves by its own
     gradient; after the next exchange all ranks have the same parameters (`schedule`, `synchronized`).
 
-    params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; betas, eps, lr and weight_decay by param group.
-    var_update_scaler: full-precision steps before their distance doubles.
-    var_freeze_step: the last step that may be of full precision; None: there is no last one.
-    local_step_scaler: steps after var_freeze_step until local steps begin; after as many steps again, and again, the
-        distance of two exchanges doubles. None: every step communicates.
-    local_step_clipper: the most steps from one exchange to the next.
+    Args:
+        params, lr, betas, eps, weight_decay: as torch.optim.AdamW has them; all but params by param group.
+        var_update_scaler: full-precision steps before their distance doubles.
+        var_freeze_step: the last step that may be of full precision; None: there is no last one.
+        local_step_scaler: steps after var_freeze_step until local steps begin; after as many steps again, and again,
+            the distance of two exchanges doubles. None: every step communicates.
+        local_step_clipper: the most steps from one exchange to the next.
     """
 
     without_options: ClassVar[Mapping[str, str]] = {

@@ -66,22 +66,22 @@ _NOT_MERGED = (
 
 class StepListener(Protocol):
     def paused(self) -> AbstractContextManager[None]:
-        """To the messages of a step."""
+        """Give way to the messages of a step."""
 
     def step_ended(self, step: Step, flags: Tensor) -> None:
-        """Its gradients are still there."""
+        """Note what a step has done. Its gradients are still there."""
 
     def parameters_changed(self) -> None:
-        """Between two steps."""
+        """Note that parameters were changed between two steps."""
 
     def end(self, those_without_state: bool = False) -> None:
-        """Ranks change."""
+        """End, since ranks change."""
 
 
 class RunFollower(Protocol):
     @property
     def follows(self) -> bool:
-        """Whether steps still come."""
+        """Return whether steps still come."""
 
     @property
     def why_not(self) -> str:
@@ -92,15 +92,21 @@ class RunFollower(Protocol):
 
 
 class OneBitOptimizer(Progress):
-    """Subclasses pass their algorithm, the defaults of their param groups, and the options of every optimizer.
+    """The base class of optimizers: subclasses pass their algorithm.
 
-    run: what stays while it trains (`run.setup`), and what changes (`run.state`).
+    `run` is what stays while it trains (`run.setup`), and what changes (`run.state`).
+
+    Args:
+        params: as a torch.optim.Optimizer takes them.
+        defaults: those of param groups: lr, betas, eps and weight_decay.
+        algorithm: the update rule.
+        options: those of every optimizer, as `OneBitAdam` has them.
     """
 
     _step_supports_amp_scaling = True  # GradScaler hands over its scale and what it found, and always calls step
 
     without_options: ClassVar[Mapping[str, str]] = {}
-    """Of `Options`, those that this optimizer does not take, and what to do."""
+    """The `Options` that this optimizer does not take, and what to do."""
 
     @torch.inference_mode(False)  # what is built under it could not be written to outside
     def __init__(
@@ -142,7 +148,14 @@ class OneBitOptimizer(Progress):
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the stage that is due, the same on every rank, or none on any."""
+        """Take one step of the stage that is due, the same on every rank, or none on any. A collective call.
+
+        Args:
+            closure: computes the loss and the gradients anew, as torch's optimizers take it.
+
+        Returns:
+            What `closure` returned; None without one.
+        """
         loss = None if closure is None else torch.enable_grad()(closure)()
         param_groups.check_gradients(self.param_groups, self.run.setup.names)
         if self._untrained is not None:
@@ -223,8 +236,11 @@ class OneBitOptimizer(Progress):
             self.giver.parameters_changed()
 
     def at_last_sync(self) -> AbstractContextManager[None]:
-        """A context in which the model has the parameters that all ranks had after the last exchange: to evaluate or to
-        write the model. Take no step in the context. If ranks have the same parameters, nothing changes."""
+        """Give the model the parameters that all ranks had after the last exchange: to evaluate or to write it.
+
+        Returns:
+            A context. Take no step in it. If ranks have the same parameters, it changes nothing.
+        """
         return self.run.keep_last_sync()
 
     def begin_step(self) -> Step:
@@ -275,7 +291,7 @@ class OneBitOptimizer(Progress):
 
     @property
     def new_device(self) -> torch.device | None:
-        """Where the parameters are, if the state is elsewhere."""
+        """The device of the parameters, if the state is elsewhere."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
@@ -331,12 +347,18 @@ class OneBitOptimizer(Progress):
 
     @eager
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients of the coming step so that their norm is at most `max_norm`. Returns the norm before.
+        """Scale the gradients of the coming step so that their norm is at most `max_norm`.
 
         The norm is that of the averaged gradient; where a step sends 1 bit an element, what full-precision steps and
         the root mean square over ranks of the local norms say of that norm. One coefficient for all ranks, applied as
         the step reads the gradients; `.grad` itself keeps its values. In a local step each rank goes by what its own
         norm says, and has a coefficient of its own.
+
+        Args:
+            max_norm: the largest norm that a step may have.
+
+        Returns:
+            The norm before, on the device.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm!r}: gradients are scaled down to this norm, it must be above 0")
@@ -354,18 +376,30 @@ class OneBitOptimizer(Progress):
         return self.gradients.clip(squares, step.of_mean(squares), max_norm)[0]
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """With overlap=True: around every backward pass but a step's last. DDP has its own."""
+        """Accumulate gradients with overlap=True: around every backward pass but a step's last. DDP has its own.
+
+        Returns:
+            A context.
+        """
         return self.overlap.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; drops a clipping coefficient that no step has used, and messages that left early."""
+        """Clear gradients as torch does, a clipping coefficient that no step has used, and messages that left early.
+
+        Args:
+            set_to_none: None in place of zeros.
+        """
         self.overlap.cancel_in_flight()
         self.gradients.reset()
         self.begun = False
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, in stage 1 only: after the freeze new parameters would have no variance."""
+        """Add parameters as torch does, in stage 1 only: after the freeze they would have no variance.
+
+        Args:
+            param_group: a dict with the parameters under "params", and what differs from the defaults.
+        """
         if self._built:
             self.run.check_stage_1("add_param_group")
             self.catch_up()
@@ -399,10 +433,13 @@ class OneBitOptimizer(Progress):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, without communication: the same on every rank after `synchronize()`, of which any rank's will do.
+        """Return the state, without communication: after `synchronize()` it is the same on every rank.
 
         Without a `synchronize()` since the last compressed step it lacks what compression has left out, with a warning.
         One process alone needs none.
+
+        Returns:
+            A dict as torch's optimizers have it. Any rank's will do.
         """
         self.overlap.check_at_rest("state_dict")
         self.run.check_synchronized()
@@ -424,6 +461,9 @@ class OneBitOptimizer(Progress):
         """Continue from a saved state: this class's or torch.optim.AdamW's. Load the same on every rank, of any number.
 
         The run continues bit for bit on as many ranks as there were when `synchronize()` was called before the save.
+
+        Args:
+            state_dict: what `state_dict()`, or that of a torch.optim.AdamW, returned.
         """
         self.prepare_load(state_dict)()
 

@@ -25,12 +25,13 @@ class Progress(torch.optim.Optimizer):
 
     @property
     def compressing(self) -> bool:
-        """Whether stage 2 has begun."""
+        """Return whether stage 2 has begun."""
         return self.run.state.stages.compressing
 
     @property
     def synchronized(self) -> bool:
-        """Whether all ranks have the same parameters: always, but between two exchanges of 0/1 Adam's local steps."""
+        """Return whether all ranks have the same parameters. They do, but between two exchanges of 0/1 Adam's local
+        steps."""
         return self.run.state.synchronized
 
     @property
@@ -42,8 +43,8 @@ class Progress(torch.optim.Optimizer):
 
     @property
     def tried_steps(self) -> int:
-        """Steps taken, and those that all ranks skipped: the same on all ranks, as the place in the data has to be. A
-        local step counts once, also where this rank left it out. Reading it waits for the device."""
+        """Steps taken, and those that all ranks skipped. They are the same on all ranks, as the place in the data has
+        to be. A local step counts once, also if this rank left it out. Reading it waits for the device."""
         return int(self.run.state.stages.counts.sum())
 
     @property
@@ -58,17 +59,24 @@ class Progress(torch.optim.Optimizer):
 
     @property
     def freeze_ratio(self) -> float | None:
-        """What the freeze rule compares, None while there is none. Adam: ||vhat||_1 over what it was a window
-        earlier. LAMB: the share of elements whose coefficients were stable over a window."""
+        """What the freeze rule compares, None while there is none. For Adam it is ||vhat||_1 over what it was a window
+        earlier, for LAMB the share of elements whose coefficients were stable over a window."""
         return self.run.state.stages.rule.ratio
 
     def report(self) -> Report:
-        """Whether compression pays: the steps of each kind, their times, the bytes, and a verdict. `print` the report.
-        Counted since this process built the optimizer. The call waits for the device."""
+        """Report whether compression pays, since this process built the optimizer. The call waits for the device.
+
+        Returns:
+            The steps of each kind, their times, the bytes, and a verdict, to be printed.
+        """
         return self.pay_off.report(self.run, self.averaged_in_backward, self.skipped_steps)
 
     def diagnostics(self) -> dict[str, dict[str, float]]:
-        """By parameter: norms of its variance and residuals, the mean scale of its messages; for LAMB also its
-        coefficient and ratio. Cheap to call now and then; waits for the device."""
+        """Look at the state of each parameter. Cheap to call now and then; waits for the device.
+
+        Returns:
+            Norms of each parameter's variance and residuals, the mean scale of its messages, and for LAMB its
+            coefficient and ratio, by the parameter's name.
+        """
         self.overlap.check_at_rest("diagnostics")
         return diagnose(self.run)

@@ -65,7 +65,7 @@ class ShownState:
 
 
 def _values(state: Mapping[Any, dict[str, Any]]) -> Iterator[Any]:
-    """Of all parameters, one after the other."""
+    """Yield the values of all parameters, one after the other."""
     return chain.from_iterable(map(dict.values, state.values()))
 
 
