@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import json
 import re
 import shutil
@@ -14,9 +15,11 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import onebit
 from tests.limits import HUNG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -269,18 +272,40 @@ def test_what_an_optimizer_is_made_of_knows_no_optimizer() -> None:
 
 
 def fragments(tree: ast.Module) -> list[str]:
-    """Docstrings that begin with a preposition or a conjunction."""
-    documented = (n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)))
-    texts = [text for node in documented if (text := ast.get_docstring(node))]
-    return list(filter(FRAGMENT.match, texts))
+    """Docstrings, of attributes too, that begin with a preposition or a conjunction."""
+    constants = [n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    return [each.value for each in constants if isinstance(each.value, str) and FRAGMENT.match(each.value)]
 
 
 def test_docstrings_begin_with_a_subject_or_a_verb() -> None:
-    folders = {*(ROOT / "onebit").iterdir()} - {ROOT / "onebit/optim", ROOT / "onebit/optimizers"}
-    files = sources("kernels", "collectives", *map(str, folders), "perf", "tests", "examples")
+    files = sources(*FOLDERS, "tests", "examples")
     assert not {str(path): found for path, tree in files.items() if (found := fragments(tree))}
     assert fragments(ast.parse('"""A module."""\nclass A:\n    """Of that group."""')) == ["Of that group."]
-    assert fragments(ast.parse('def f():\n    """Also, and why."""')) == ["Also, and why."]
+    assert fragments(ast.parse('x = 1\n"""Also, and why."""')) == ["Also, and why."]
+
+
+def undescribed(call: Any) -> set[str]:
+    """Parameters that the Args of a docstring lack, and a result without Returns."""
+    signature, text = inspect.signature(call), inspect.getdoc(call) or ""
+    lists = re.findall(r"^    (\w+(?:, \w+)*): ", text.partition("Args:\n")[2], re.M)
+    returns = not isinstance(call, type) and signature.return_annotation not in (None, "None")
+    lacks = {"Returns"} if returns and "Returns:\n" not in text else set()
+    return lacks | signature.parameters.keys() - {"self", *", ".join(lists).split(", ")}
+
+
+def test_public_calls_have_args_and_returns() -> None:
+    """The page of the API lists them. An algorithm's methods all get the same, which its class describes."""
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    calls = {}
+    for name, members in re.findall(r":: (\w+)\n(?:   :members: (.+))?", page.partition("## Errors")[0]):
+        public = getattr(onebit, name, None)
+        if public is not None and name != "Algorithm":
+            calls |= {name: public}
+            calls |= {f"{name}.{each}": getattr(public, each) for each in members.split(", ") if members}
+    properties = {name: call for name, call in calls.items() if isinstance(call, property)}
+    assert len(properties) > 10 and all(call.__doc__ for call in properties.values())
+    assert len(calls) > 50
+    assert not {name: lacks for name in calls.keys() - properties.keys() if (lacks := undescribed(calls[name]))}
 
 
 def test_commit_subjects_are_short() -> None:
