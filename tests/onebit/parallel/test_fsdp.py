@@ -37,6 +37,7 @@ def model(width: int = 64) -> nn.Module:
 
 def loss_of(net: nn.Module, rank: int, step: int) -> Tensor:
     x = torch.randn(16, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+    x = x.to(next(net.parameters()).device)
     return (net(x) - torch.sin(x.sum(1, keepdim=True))).square().mean()
 
 
@@ -47,7 +48,8 @@ def mesh_of(replicas: int, shards: int) -> Any:
 def sharded(net: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     for module in (net[0], net[2], net):  # type: ignore[index]
         fully_shard(module, mesh=mesh["shard"], **options)
-        module.set_force_sum_reduction_for_comms(True)  # Gloo's average is a sum
+        on_cpu = next(module.parameters()).device.type == "cpu"
+        module.set_force_sum_reduction_for_comms(on_cpu)  # Gloo's average is a sum
     return net
 
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from tests import internals
 from tests.limits import HUNG
 from tests.onebit.parallel.one_gpu import FREEZE, STEPS, join, needs_gpu, no_waits
+from tests.onebit.parallel.test_fsdp import loss_of, sharded, whole
 from tests.onebit.runs import bits, build
 from tests.ranks import run_ranks_once
 
@@ -49,19 +49,6 @@ def model(device: str) -> nn.Sequential:
     return nn.Sequential(Linear(16, 64), nn.Tanh(), Linear(64, 64), nn.Tanh(), Linear(64, 64)).to(device)
 
 
-def loss_of(net: nn.Module, step: int, rank: int, device: str) -> Tensor:
-    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
-    return (net(x) - x.sum(1, keepdim=True).sin()).square().mean()
-
-
-def sharded(net: nn.Sequential, mesh: Any, device: str) -> nn.Sequential:
-    for module in (net[0], net[2], net):
-        made: Any = fully_shard(module, mesh=mesh["shard"])
-        if device == "cpu":
-            made.set_force_sum_reduction_for_comms(True)  # Gloo's average is a sum
-    return net
-
-
 def way(
     rank: int, device: str, kind: str, mesh: Any, how: str = "", of_means: bool = False, attach: bool = True,
     clip: float | None = None, **options: Any,
@@ -71,7 +58,7 @@ def way(
     if how == "ddp":
         net = DistributedDataParallel(net, bucket_cap_mb=0.02)
     elif how == "fsdp":
-        net = sharded(net, mesh, device)
+        net = sharded(net, mesh)
     optimizer = build(kind, net.parameters(), **OPTIONS, **options)
     if how and attach:
         onebit.attach(net, optimizer)
@@ -79,7 +66,7 @@ def way(
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
         for each in ranks:
-            loss_of(net, step, each, device).backward()
+            loss_of(net, each, step).backward()
         for p in net.parameters() if of_means else ():
             p.grad /= 2
         with no_waits(step, device):
@@ -88,7 +75,7 @@ def way(
             optimizer.step()
     topology = internals.topology(optimizer)
     assert optimizer.compressing and (topology.slices == 2) == ("node_group" in options and not of_means)
-    return torch.cat([getattr(p, "full_tensor", p.clone)().detach().view(-1).cpu() for p in net.parameters()])
+    return torch.cat([each.view(-1).cpu() for each in whole(net)])
 
 
 def all_ways(rank: int, size: int, device: str, kind: str, start: str, path: str) -> dict[str, Tensor]:
