@@ -14,11 +14,13 @@ from onebit.checkpoint import files as checkpoint_files
 from onebit.checkpoint import save_load as checkpoint
 from tests.checkpoints import Holder, Run, manifest
 from tests.onebit.checkpoint.states import TWO_GROUPS, one_of
-from tests.onebit.runs import Case, bits, on_ranks, on_warnings, same, take
+from tests.onebit.optim.test_own_algorithm import CASE as OWN
+from tests.onebit.runs import OPTIMIZERS, Case, bits, on_ranks, on_warnings, same, take
 from tests.ranks import group, run_ranks, run_ranks_once
 
 WRITER = torch.distributed.checkpoint.FileSystemWriter
 CASE = Case(options={"freeze_step": 3})
+APART = ({}, {"compress": False})
 NESTED = {"epoch": 3, "order": [1, 2, (3, None)], 7: "seven"}
 
 
@@ -86,6 +88,8 @@ ROWS = [  # ranks there, and here; each with ranks a node
     (Case("OneBitAdam", options={"freeze_step": 3, "reply": 1}, each=2), 4, ((4, 1), (2, 1))),
     (Case("OneBitLamb", options={"freeze_step": 3, "reply": "direct"}, each=2), 4, ((4, 1),)),
     (Case("ZeroOneAdam", options={"freeze_step": 3, "reply": "direct"}, each=2), 4, ((2, 1),)),
+    *((Case(kind, options={"freeze_step": 3, "chunks": 2}, groups=APART), 2, ((1, 1),)) for kind in OPTIMIZERS),
+    (OWN, 2, ((3, 1),)),
 ]
 
 

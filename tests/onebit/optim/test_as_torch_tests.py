@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import onebit
 from tests.checkpoints import Run
 from tests.onebit.optim.contract import give, options
 from tests.onebit.runs import OPTIMIZERS, Case, bits, build, snapshot, take
@@ -151,20 +150,6 @@ def test_a_step_keeps_no_gradient_alive(case: Case) -> None:
         trained.optimizer.zero_grad()
         gc.collect()
         assert [ref() for ref in found] == [None] * len(found)
-
-
-@both
-def test_scalars_and_empty_parameters_keep_their_shapes_in_a_state(case: Case) -> None:
-    params = [nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(1, 1, 1))]
-
-    optimizer = case.build(params)
-    for _ in range(START):
-        optimizer.zero_grad()
-        loss_of(params).backward()
-        optimizer.step()
-    theirs = onebit.adamw_state(optimizer.state_dict())["state"]
-    assert [theirs[i]["exp_avg"].shape for i in range(3)] == [p.shape for p in params]
-    assert float(params[0].detach()) < 2
 
 
 # Schedulers and param groups

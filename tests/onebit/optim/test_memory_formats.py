@@ -20,7 +20,7 @@ from tests.checkpoints import Holder
 from tests.onebit.optim.contract import backward, give, options, started
 from tests.onebit.optim.test_parameter_changes import step_refused
 from tests.onebit.runs import Case, bits, build, on_ranks, refused, run, same, snapshot, take
-from tests.ranks import group, run_ranks
+from tests.ranks import group
 
 SHAPES = ((4, 2, 5, 3), (33,), (6, 7), (5, 1, 1, 9), (2, 2, 2, 2, 3))  # as they lie in memory
 BACK = ((0, 3, 1, 2), (0,), (1, 0), (0, 3, 1, 2), (0, 4, 1, 2, 3))  # from memory to the shape
@@ -208,19 +208,6 @@ def test_a_state_loads_element_for_element(kind: str, reply: Any) -> None:
             again = go_on(case, state, values, how, steps + 1)
             assert_near(again, ends, values)
             assert how != "alike" or bits(again) == bits(ends)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reply", "each"), [("OneBitAdam", 1, 1), ("OneBitLamb", "direct", 1), ("ZeroOneAdam", 1, 2)]
-)
-def test_the_state_of_several_ranks_loads_in_any_order(kind: str, reply: Any, each: int) -> None:
-    """Pieces of residuals are in small blocks, which lie elsewhere in another order."""
-    case = options(CASE.but(kind=kind, each=each, steps=7), reply=reply)
-    state, values = run_ranks(2 * each, recorded, case)[-1][-1]
-    alone = options(case.but(each=1), block_size=512)
-    expected = go_on(alone, state, values, "alike", 8)
-    for how in ("contiguous", "other"):
-        assert_near(go_on(alone, state, values, how, 8), expected, values)
 
 
 @pytest.mark.parametrize("reply", [1, "direct"])

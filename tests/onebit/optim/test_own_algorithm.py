@@ -6,7 +6,6 @@ import ast
 import inspect
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,11 @@ import torch
 from torch import nn
 
 import onebit
-from tests import internals, oracle
+from tests import oracle
 from tests.onebit.optim.contract import options, resumes, skips, started
 from tests.onebit.optim.simulation import record_run
 from tests.onebit.parallel.test_overlap import run_with_and_without
-from tests.onebit.runs import Case, arrays, bits, on_ranks, refused, run, take
+from tests.onebit.runs import Case, arrays, on_ranks, refused, run, take
 from tests.ranks import run_ranks
 from tests.test_structure import touched
 
@@ -114,42 +113,6 @@ def test_all_that_is_promised_of_others_holds(rank: int, size: int) -> list[byte
     bad = ((3, 1, math.nan), (5, 0, math.inf), (7, 1, math.nan))
     of_16_bits = resumes(rank, size, CASE.but(dtype="bfloat16"), (2, 4, 7))
     return [skips(rank, size, CASE, bad), resumes(rank, size, CASE, (2, 4, 7)), of_16_bits]
-
-
-def saved(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray]]:
-    params, optimizer = started(CASE, CASE.steps, rank, size)
-    onebit.save(folder, nn.ParameterList(params), optimizer)
-    return bits(params), momentum_and_residuals(optimizer)
-
-
-def loaded(rank: int, size: int, folder: str) -> tuple[bytes, list[np.ndarray], bytes]:
-    params, optimizer = started(CASE, 0, rank, size)
-    for p in params:
-        p.data.zero_()
-    onebit.load(folder, nn.ParameterList(params), optimizer)
-    assert optimizer.compressing
-    found = bits(params), momentum_and_residuals(optimizer)
-    run(CASE, rank, optimizer, params, CASE.steps + 1, CASE.steps + 3)
-    return *found, bits(params)
-
-
-def momentum_and_residuals(optimizer: Any) -> list[np.ndarray]:
-    """b1 m + mean_i e_i + E: what the next messages have to carry, whoever holds it."""
-    [reducer], [exchange] = internals.reducers(optimizer), internals.exchanges(optimizer)
-    mean, transport = exchange.residual.left_out().clone(), exchange.transport
-    transport.all_sum(mean, "adding up residuals in a test").wait()
-    mean.div_(transport.size).add_(exchange.gathered_server_residual())
-    parts = [reducer.state.cut(mean, i) for i in range(len(reducer.state.params))]
-    return [(e + 0.9 * m).double().numpy() for e, m in zip(parts, reducer.momentum(), strict=True)]
-
-
-def test_a_checkpoint_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
-    before, after = run_ranks(2, saved, str(tmp_path)), run_ranks(3, loaded, str(tmp_path))
-    assert len({end for *_, end in after}) == 1
-    for values, total, _ in after:
-        assert values == before[0][0]
-        for got, want in zip(total, before[0][1], strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_diagnostics_and_bytes() -> None:
