@@ -43,8 +43,3 @@ def in_shape(flat: Tensor, shape: Sequence[int], order: Order) -> Tensor:
 def flattened(values: Tensor, order: Order) -> Tensor:
     """Elements one after the other in this order. Those of a vector are so already."""
     return (values if values.ndim < 2 else as_stored(values, order)).reshape(-1)
-
-
-def reordered(flat: Tensor, shape: Sequence[int], there: Order, here: Order) -> Tensor:
-    """Elements of a parameter that lie in one order, as they lie in another."""
-    return flat if there == here else flattened(in_shape(flat, shape, there), here)

@@ -225,7 +225,13 @@ class Run:
             )
 
     def check_whole(self, what: str) -> None:
-        """Raise a ValueError after a freeze that did not end."""
+        """Raise a ValueError after a freeze or an exchange that did not end."""
+        if self.state.under_way is not None:
+            raise ValueError(
+                f"{what} after a step that an error or an interrupt has ended while messages were exchanged: residuals "
+                f"are half of that step, half of the one before. Load the last saved state (load_state_dict); where a "
+                f"rank died, and the optimizer has elastic=True, call onebit.reform"
+            )
         if self.state.half_frozen:
             raise ValueError(
                 f"{what} after a freeze that an error or an interrupt has ended: one part of the state is that of "

@@ -251,7 +251,8 @@ class OneBitOptimizer(Progress):
             raise ValueError("a step on a process that follows a run (onebit.follow): call onebit.reform first")
         check_groups(self.param_groups, self.defaults.keys())
         self.catch_up()
-        self.run.check_whole("a step")
+        if self.run.state.under_way is None or not self.overlap.in_flight:
+            self.run.check_whole("a step")
         self.find_ranks()
         if (device := self.new_device) is not None:
             raise ValueError(

@@ -6,11 +6,13 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from onebit.optim.reducer import MomentumReducer
 from tests import internals
 from tests.onebit.optim.contract import started
 from tests.onebit.optim.test_parameter_changes import step_refused
@@ -199,3 +201,31 @@ def test_an_option_set_as_an_attribute_is_an_error() -> None:
                 setattr(optimizer, name, 3)
     optimizer.coeff_beta = 0.5  # which is no option of 1-bit Adam's
     optimizer.note = "mine"
+
+
+# A step that did not end
+
+
+@kinds
+def test_after_a_step_that_was_interrupted_a_load_goes_on_and_nothing_else(kind: str) -> None:
+    """Residuals have changed, and no parameter has moved."""
+    schedule = {"var_update_scaler": 1} if kind == "ZeroOneAdam" else {"freeze_step": 3}
+    case = Case(kind, options={"block_size": 32, "chunks": 2, **schedule})
+    (params, optimizer), (others, twin) = started(case, 8), started(case, 8)
+    states = [snapshot(each.state_dict()) for each in (optimizer, twin)]
+    whole = MomentumReducer.all_reduce
+
+    def interrupted(self: Any, *args: Any) -> None:
+        whole(self, *args)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(MomentumReducer, "all_reduce", interrupted), pytest.raises(KeyboardInterrupt):
+        take(case, 0, optimizer, params, 9)
+    for call in (optimizer.step, optimizer.synchronize, optimizer.state_dict):
+        with refused(ValueError, "an interrupt has ended while messages were exchanged", "load_state_dict"):
+            call()
+    for each, state in zip((optimizer, twin), states, strict=True):
+        each.load_state_dict(state)
+    for each, its in ((optimizer, params), (twin, others)):
+        run(case, 0, each, its, 9, case.steps)
+    assert bits(params) == bits(others)
