@@ -28,6 +28,7 @@ from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport, Transport, Work, all_gather_values
 from onebit.kernels.backends import labelled
 from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.pieces import in_pieces
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages, Norm, Scale
 
@@ -256,18 +257,20 @@ class Exchange(ABC):
         """e = mean_j(e_j) + E on every rank, and E = 0: what compression has left out is the same on all. A collective
         call. wire_dtype: what travels, where it is narrower than fp32.
 
-        Where an all-reduce does not end, each chunk is as it was, or merged.
+        Where an all-reduce does not end, each piece of a chunk is as it was, or merged.
         """
         self.materialize()
         for chunk in self.chunks:
-            mean, server = chunk.residual.value.clone(), chunk.server
-            if server is not None:
-                own = mean.narrow(0, server.shard.start - chunk.slice.start, server.shard.elements)
-                own.add_(server.residual.value, alpha=self.transport.size)
-            average_([mean], self.transport, wire_dtype=wire_dtype, phase="averaging residuals (all-reduce)")
-            chunk.residual.value.copy_(mean)
-            if server is not None:
-                server.residual.value.zero_()
+            start = 0
+            for e in in_pieces(chunk.residual.value):
+                mean, served = e.clone(), list(_served(chunk, start, len(e)))
+                for place, server in served:
+                    mean[place].add_(server, alpha=self.transport.size)
+                average_([mean], self.transport, wire_dtype=wire_dtype, phase="averaging residuals (all-reduce)")
+                e.copy_(mean)
+                for _, server in served:
+                    server.zero_()
+                start += len(e)
 
     def gathered_residual(self) -> Tensor:
         """e of every slice, in the order of the layout: fp32 [elements]. With nodes a collective call of this one."""
@@ -318,6 +321,15 @@ class Exchange(ABC):
         for chunk in self.chunks:
             for s in chunk.slice.segments():
                 chunk.residual.value[s.offset : s.offset + s.stop - s.start] = tensors[s.parameter][s.start : s.stop]
+
+
+def _served(chunk: Chunk, start: int, elements: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield which of some elements of a chunk's slice this rank averages for all, if it does, and their E."""
+    if chunk.server is not None:
+        own = chunk.server.shard.start - chunk.slice.start - start
+        first, stop = max(0, own), min(elements, own + chunk.server.shard.elements)
+        if first < stop:
+            yield slice(first, stop), chunk.server.residual.value[first - own : stop - own]
 
 
 def _one_stage_on(under_way: list[Iterator[None]]) -> list[Iterator[None]]:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-PIECE = 2**20  # elements that are packed at a time: what lies beside them is small beside a model
+from onebit.kernels.data import pieces
 
 
 def packed(bits: Tensor) -> Tensor:
     """uint8 [.., n / 8, rounded up] from bool [.., n], or 0 and 1 of any kind."""
     shape = (*bits.shape[:-1], -(-bits.shape[-1] // 8))
     out = torch.empty(shape, dtype=torch.uint8, device=bits.device)
-    for piece, place in zip(bits.split(PIECE, -1), out.split(PIECE // 8, -1), strict=True):
+    for piece, place in zip(bits.split(pieces.PIECE, -1), out.split(pieces.PIECE // 8, -1), strict=True):
         place.copy_(packed_at_once(piece))
     return out
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.hyper import Hyper, hyper_table
+from onebit.kernels.data.pieces import in_pieces
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.passes import AdamUpdate, AdamWarmup, Gradients, Parameters, Scan
 from onebit.optim.algorithm import Algorithm
@@ -24,6 +25,7 @@ from onebit.optim.fields import JOINED, MOMENTUM, RESIDUAL, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.freeze import StageRule, VarianceRule, check_variance, raise_to_floor_, variance_to_denominator_
 from onebit.optim.limit import USUAL
+from onebit.optim.memory_order import flattened, in_shape
 from onebit.optim.options import Options
 from onebit.optim.param_groups import Group, betas_of
 from onebit.optim.reducer import MomentumReducer
@@ -56,9 +58,10 @@ class Adam(Algorithm):
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
         without = {}
         for i, group in enumerate(state.groups):
-            v = raise_to_floor_(state.view("exp_avg_sq", i), options.variance_floor, state.add_parts)
+            v = state.elements_of(state["exp_avg_sq"], i)
+            raise_to_floor_(v, options.variance_floor, state.add_parts)
             without[i] = variance_to_denominator_(
-                v, rows[group], options.zero_variance, state.add_parts, state.fixed[i]
+                v, rows[group], options.zero_variance, state.add_parts, state.fixed_indices.get(i)
             )
         state.rename("exp_avg_sq", DENOMINATOR)
         return without
@@ -66,12 +69,17 @@ class Adam(Algorithm):
     def save_derived(self, state: FlatState, index: int, group: Group, steps: int) -> dict[str, Tensor]:
         if VARIANCE.name in state:
             return {}
-        return {VARIANCE.name: to_variance(state.view("denominator", index), *_eps_and_weight(group, steps))}
+        d, numbers = state.elements_of(state["denominator"], index), _eps_and_weight(group, steps)
+        v = torch.empty_like(d)
+        for of_d, of_v in zip(in_pieces(d), in_pieces(v), strict=True):
+            of_v.copy_(to_variance(of_d, *numbers))
+        return {VARIANCE.name: in_shape(v, state.shapes[index], state.orders[index])}
 
     def load_derived(self, state: FlatState, index: int, saved: Mapping[str, Tensor], group: Group, steps: int) -> None:
         if VARIANCE.name not in state:
-            v = saved[VARIANCE.name].to(state.device)
-            state.view("denominator", index).copy_(to_denominator(v, *_eps_and_weight(group, steps)))
+            v, numbers = flattened(saved[VARIANCE.name], state.orders[index]), _eps_and_weight(group, steps)
+            for of_v, of_d in zip(in_pieces(v), in_pieces(state.elements_of(state["denominator"], index)), strict=True):
+                of_d.copy_(to_denominator(of_v.to(state.device), *numbers))
 
     def freeze_rule(self, options: Options, window: int, states: Sequence[FlatState]) -> StageRule:
         return VarianceRule(options.fixed_freeze_step, options.freeze_rule.threshold, window)

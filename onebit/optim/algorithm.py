@@ -153,9 +153,9 @@ class Algorithm(ABC):
         """Stage 2: fp32 [parameters], what the messages of each parameter are multiplied by; None for 1."""
         return None
 
-    def last_momentum(self, state: FlatState, reducer: MomentumReducer) -> list[Tensor]:
-        """Stage 2: m as the last message has it, fp32, a tensor a parameter."""
-        return reducer.momentum()
+    def last_momentum(self, state: FlatState, reducer: MomentumReducer, into: Tensor | None = None) -> list[Tensor]:
+        """Stage 2: m as the last message has it, fp32, a tensor a parameter. into: see `MomentumReducer.momentum`."""
+        return reducer.momentum(into)
 
     def start_from_momentum(self, state: FlatState, reducer: MomentumReducer) -> None:
         """Stage 2: before a local step, where "exp_avg" has m and no message does."""

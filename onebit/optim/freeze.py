@@ -23,6 +23,7 @@ from torch import Tensor
 
 from onebit.kernels.data.checks import is_finite, is_whole
 from onebit.kernels.data.hyper import Hyper
+from onebit.kernels.data.pieces import count_nonzero, in_pieces, total
 from onebit.kernels.log import tell
 from onebit.optim.fields import JOINED, VARIANCE
 from onebit.optim.flat_state import FlatState
@@ -179,9 +180,10 @@ def raise_to_floor_(v: Tensor, floor: float, add_parts: AddParts) -> Tensor:
     magnified by its own d. Embeddings of rare words are such; exact zeros are `zero_variance`'s.
     """
     if floor:
-        nonzero, total = _whole(add_parts, torch.count_nonzero(v), v.sum(dtype=torch.float64))
-        lowest = floor * total / max(nonzero, 1)
-        v.masked_fill_((v > 0) & (v < lowest), lowest)
+        nonzero, of_all = _whole(add_parts, count_nonzero(v), total(v))
+        lowest = floor * of_all / max(nonzero, 1)
+        for piece in in_pieces(v):
+            piece.masked_fill_((piece > 0) & (piece < lowest), lowest)
     return v
 
 
@@ -196,17 +198,20 @@ def variance_to_denominator_(
     """v = 1 / (sqrt(v) bias2 + eps) in place, bias2 = 1 / sqrt(1 - beta2^t); how many elements had no variance.
 
     Those get the value of the mean of the others ("floor"), or 0, with which they never move ("hold"). They are held
-    too where a parameter has no other element to take a mean of. What is `fixed` gets 0 in any case, and is not
-    counted.
+    too where a parameter has no other element to take a mean of. fixed: int64, elements without variance that get 0 in
+    any case, and are not counted.
     """
-    zero = v == 0
-    without = zero if fixed is None else zero & ~fixed
-    count, others, total = _whole(add_parts, without.sum(), (~zero).sum(), v.sum(dtype=torch.float64))
+    there = count_nonzero(v)
+    without = v.numel() - there - (0 if fixed is None else len(fixed))
+    count, others, of_all = _whole(add_parts, without, there, total(v))
     substitute = 0.0
     if zero_variance == "floor" and count and others:
-        substitute = 1 / ((total / others) ** 0.5 * h.bias2 + h.eps)
-    v.sqrt_().mul_(h.bias2).add_(h.eps).reciprocal_()
-    v.masked_fill_(zero, 0).masked_fill_(without, substitute)
+        substitute = 1 / ((of_all / others) ** 0.5 * h.bias2 + h.eps)
+    for piece in in_pieces(v):
+        zero = piece == 0
+        piece.sqrt_().mul_(h.bias2).add_(h.eps).reciprocal_().masked_fill_(zero, substitute)
+    if fixed is not None:
+        v.view(-1).index_fill_(0, fixed, 0)
     return int(count)
 
 

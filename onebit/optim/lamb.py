@@ -25,6 +25,7 @@ from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_finite, is_one_of
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.lamb_state import LambState
+from onebit.kernels.data.pieces import in_pieces
 from onebit.kernels.passes import AdamUpdate, Gradients, LambStatistics, LambWarmup, Parameters
 from onebit.optim.adam import DENOMINATOR, Adam
 from onebit.optim.fields import JOINED, MOMENTUM, RESIDUAL, VARIANCE, Field
@@ -132,20 +133,21 @@ class Lamb(Adam):
         if gamma is not None:
             gamma.copy_(_momentum_scaling(state))
         state.add(DENOMINATOR)
-        counted = torch.zeros(state.layout.elements, dtype=torch.bool, device=state.device)
+        state.add(COUNTED).zero_()
         without = {}
         for i, group in enumerate(state.groups):
-            v, d, h = state.view("exp_avg_sq", i), state.view("denominator", i), rows[group]
+            v, d = (state.elements_of(state[name], i) for name in ("exp_avg_sq", "denominator"))
+            h, fixed = rows[group], state.fixed_indices.get(i)
             raise_to_floor_(v.mul_(h.bias2**2), options.variance_floor, state.add_parts)
-            state.cut(counted, i).copy_(v != 0)
+            state.view(COUNTED.name, i).copy_(packed(v != 0))
             without[i] = variance_to_denominator_(
-                d.copy_(v), h._replace(bias2=1.0), options.zero_variance, state.add_parts, state.fixed[i]
+                d.copy_(v), h._replace(bias2=1.0), options.zero_variance, state.add_parts, fixed
             )
             if gamma is not None:
                 d.div_(gamma[i])
                 state.view("exp_avg", i).mul_(gamma[i])
-        if any(without.values()):
-            state.add(COUNTED).copy_(packed(counted))
+        if not any(without.values()):
+            state.remove(COUNTED.name)
         state["coefficient_average"].copy_(_debiased(state, self.coeff_beta))
         state.add(RATIO)
         return without
@@ -198,12 +200,17 @@ def _debiased(state: FlatState, coeff_beta: float) -> Tensor:
 
 def _momentum_scaling(state: FlatState) -> Tensor:
     """gamma_p = (mean over parameters of rms(m)) / rms(m_p), 1 where rms is 0."""
-    parts = [state.view("exp_avg", i) for i in range(len(state.params))]
-    norms = torch.stack([torch.linalg.vector_norm(m, dtype=torch.float64) for m in parts])
+    norms = torch.stack([_norm(state.elements_of(state["exp_avg"], i)) for i in range(len(state.params))])
     if state.parts is not None:
         norms = state.add_parts(norms.square()).sqrt()
     rms = norms / torch.tensor(state.whole_numels, dtype=torch.float64, device=state.device).clamp(min=1).sqrt()
     return torch.where(rms > 0, rms.mean() / rms, 1.0).float()
+
+
+def _norm(values: Tensor) -> Tensor:
+    """fp64, without a dimension."""
+    norm = torch.linalg.vector_norm
+    return norm(torch.stack([norm(piece, dtype=torch.float64) for piece in in_pieces(values)]))
 
 
 class CoefficientRule(StageRule):

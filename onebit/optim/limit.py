@@ -79,7 +79,8 @@ class UpdateLimit:
         """f of a step by m times weight, where no message has m, fp32 [elements]. The size of m in a block is the
         largest there."""
         lengths = torch.from_numpy(self.state.layout.lengths()).to(m.device)
-        sizes = torch.segment_reduce(m.abs(), "max", lengths=lengths)
+        most, least = (torch.segment_reduce(m, which, lengths=lengths) for which in ("max", "min"))
+        sizes = torch.maximum(most, -least)
         return self._factor(self.state.of_parameters(self._squares_of_d(hyper) * sizes.square(), None, weight))
 
     def of_squares(self, squares: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class LocalSteps:
     """Local steps of one flat state, from what its last exchange has left."""
 
     def __init__(self, state: FlatState, reducer: MomentumReducer, live: Tensor) -> None:
-        """live: bool [elements], where elements take part."""
+        """live: bool [elements], where elements take part. It is changed."""
         self.state, self._reducer, self._exchange = state, reducer, reducer.exchange
         device, parameters = state.device, len(state.params)
         self.taken = 0  # steps since the last exchange
@@ -65,9 +65,11 @@ class LocalSteps:
         self._first_clip: Tensor | None = None  # of a step by m as the last exchange has it
         self._has_replies = not reducer.momentum_is_own
         reducer.momentum_is_own = False
-        for i, m in enumerate(reducer.momentum() if self._has_replies else ()):
-            own = state.view(OWN_MOMENTUM.name, i)
-            own.add_(torch.where(state.cut(live, i), m * self._of_replies[i], 0))  # to what the freeze may have put
+        if self._has_replies:
+            decoded = state[ANCHOR.name]  # which the first step writes anew
+            for m, factor in zip(reducer.momentum(decoded), self._of_replies, strict=True):
+                m.mul_(factor)
+            state[OWN_MOMENTUM.name].add_(decoded.masked_fill_(live.logical_not_(), 0))  # to what the freeze has put
 
     def use_units_of_steps(self, hyper: Tensor) -> None:
         """What compressed steps have left out, in units of m until now. Where the learning rate is 0 it is lost."""

@@ -26,7 +26,7 @@ from onebit.optim.state import Part, State
 def merge(setup: Setup, state: State) -> None:
     """Make one state of those of all ranks, as it is saved and loaded. A collective call of stage 2.
 
-    Where it does not end, since a rank died, this rank has its own residuals still, or the mean, chunk by chunk.
+    Where it does not end, since a rank died, this rank has its own residuals still, or the mean, piece by piece.
     Messages are as they were: others may need them to finish the exchange before, see onebit.elastic.halfway.
     """
     separate_momentum(setup, state)
@@ -45,11 +45,10 @@ def _make_momentum_dense(setup: Setup, part: Part) -> None:
     """Move m to the field "exp_avg": no message has it any more."""
     state, reducer = part.state, part.reducer
     assert reducer is not None
-    if MOMENTUM.name not in state:
-        m = part.last_momentum(setup.algorithm)
-        state.add(MOMENTUM)
-        for i, of_parameter in enumerate(m):
-            state.view(MOMENTUM.name, i).copy_(of_parameter)
+    if LAST_MOMENTUM.name in state:
+        state.rename(LAST_MOMENTUM.name, MOMENTUM)
+    elif MOMENTUM.name not in state:
+        setup.algorithm.last_momentum(state, reducer, state.add(MOMENTUM))
     reducer.exchange.clear_replies(torch.zeros(1, dtype=torch.int32, device=state.device))
     part.local = None
 

@@ -88,11 +88,13 @@ class MomentumReducer:
         if found is not None:
             self.exchange.all_live = bool(found[0])
 
-    def momentum(self) -> list[Tensor]:
-        """m of the last step that was taken, decoded: fp32, a tensor a parameter."""
+    def momentum(self, into: Tensor | None = None) -> list[Tensor]:
+        """Decode m of the last step that was taken: fp32, a tensor a parameter. into: fp32 [elements], where to."""
         state, replies = self.state, replace(self.replies, buffer=self.replies.buffer.clone())
         replies.flags.zero_()  # a flagged message has what the last step left
-        flat = torch.zeros(state.layout.elements, dtype=torch.float32, device=state.device)
+        flat = into
+        if flat is None:
+            flat = torch.zeros(state.layout.elements, dtype=torch.float32, device=state.device)
         parts = [state.elements_of(flat, i) for i in range(len(state.params))]
         state.backend.run(Decode(state.layout.all(), replies, Pointers.to(state.layout, parts)))
         return [state.cut(flat, i) for i in range(len(state.params))]

@@ -17,6 +17,7 @@ from torch import Tensor
 from onebit.collectives.flags import travel_in_messages
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.bits import packed
+from onebit.kernels.data.pieces import count_nonzero
 from onebit.optim.algorithm import Algorithm, LocalSteps
 from onebit.optim.fields import FOLDED_MOMENTUM, JOINED, LAST_MOMENTUM, MASTER, MOMENTUM, RESIDUAL
 from onebit.optim.flat_state import FlatState
@@ -46,7 +47,7 @@ class Part:
         exchange = setup.exchange_class(setup.topology, state.layout, state.device, *form, value=state[RESIDUAL.name])
         live, limit = algorithm.live(state), options.update_limit
         exchange.live = None if live is None else packed(live)
-        exchange.all_live = live is not None and int(live.sum()) == sum(state.numels)
+        exchange.all_live = live is not None and int(count_nonzero(live)) == sum(state.numels)
         self.reducer = MomentumReducer(state, exchange, algorithm.gamma(state), algorithm.needs_previous_momentum)
         if limit is not None and (times := algorithm.shortened_to) is not None:
             if USUAL not in algorithm.stage_2:

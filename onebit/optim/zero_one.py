@@ -25,7 +25,7 @@ from torch import Tensor
 from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_whole
 from onebit.kernels.data.hyper import Hyper
-from onebit.kernels.data.layout import WORD
+from onebit.kernels.data.pieces import count_nonzero, total
 from onebit.kernels.passes import Gradients, Parameters, ZeroOneFull, ZeroOneInverses, ZeroOneUpdate
 from onebit.optim import local_steps
 from onebit.optim.adam import Adam
@@ -142,8 +142,8 @@ class ZeroOne(Adam):
         return found
 
     def on_freeze(self, state: FlatState, rows: Sequence[Hyper], options: Options) -> Mapping[int, int]:
-        variances = [state.view(VARIANCE.name, i) for i in range(len(state.params))]
-        totals = torch.stack([torch.stack([v.sum(dtype=torch.float64), (v != 0).sum()]) for v in variances])
+        variances = [state.elements_of(state[VARIANCE.name], i) for i in range(len(state.params))]
+        totals = torch.stack([torch.stack([total(v), count_nonzero(v).double()]) for v in variances])
         bias2 = torch.tensor([rows[g].bias2 for g in state.groups], dtype=torch.float64, device=state.device)
         for field in self.stage_2:
             if field.name not in state and field is not RESIDUAL and field.always:
@@ -159,13 +159,10 @@ class ZeroOne(Adam):
     def without_variance(self, state: FlatState, step: int) -> Mapping[int, int]:
         if self.schedule.next_full(step) is not None:
             return {}
-        there, free = state[VARIANCE.name] != 0, state.free
-        up_to = (there if free is None else there & free).view(-1, WORD).sum(1).cumsum(0)  # each word's end
-        ends = torch.from_numpy(state.layout.offset // WORD).to(up_to.device)
-        up_to = torch.cat([up_to.new_zeros(1), up_to])[torch.cat([ends, ends.new_tensor([len(up_to)])])]
-        may_move = [n - len(state.fixed_indices.get(i, ())) for i, n in enumerate(state.numels)]
-        without = up_to.new_tensor(may_move) - up_to.diff()
-        return dict(enumerate(map(int, state.add_parts(without.double()).tolist())))
+        v, fixed = state[VARIANCE.name], state.fixed_indices  # where v is 0
+        there = torch.stack([count_nonzero(state.elements_of(v, i)) for i in range(len(state.params))])
+        may_move = there.new_tensor([n - len(fixed.get(i, ())) for i, n in enumerate(state.numels)])
+        return dict(enumerate(map(int, state.add_parts((may_move - there).double()).tolist())))
 
     def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
         """Let every rank go on with m itself, and nothing left out, if a state of another optimizer was loaded between
@@ -222,14 +219,14 @@ class ZeroOne(Adam):
         values = (self.schedule.kappa, self.schedule.last, *local)
         return {name: "none" if value is None else value for name, value in zip(_SETTINGS, values, strict=True)}
 
-    def last_momentum(self, state: FlatState, reducer: MomentumReducer) -> list[Tensor]:
-        m = super().last_momentum(state, reducer)
+    def last_momentum(self, state: FlatState, reducer: MomentumReducer, into: Tensor | None = None) -> list[Tensor]:
+        m = super().last_momentum(state, reducer, into)
         factors = state.get(local_steps.FACTOR.name)
-        return m if factors is None else [each * factor for each, factor in zip(m, factors, strict=True)]
+        return m if factors is None else [each.mul_(factor) for each, factor in zip(m, factors, strict=True)]
 
     def start_from_momentum(self, state: FlatState, reducer: MomentumReducer) -> None:
         own, m = state[local_steps.OWN_MOMENTUM.name], state[MOMENTUM.name]
-        own.copy_(torch.where(self.live(state), m, 0))
+        own.copy_(m).masked_fill_(self.live(state).logical_not_(), 0)
         reducer.momentum_is_own = True
 
     def check_saved_settings(self, saved: Mapping[str, Any], steps: int) -> None:
