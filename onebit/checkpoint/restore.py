@@ -185,7 +185,8 @@ def _form(value: Any) -> tuple[torch.dtype, int, bool] | None:
 
 def _differs(field: Field, saved: Sequence[Saved]) -> bool:
     """Return whether any parameter has another value than the initial one."""
-    return any(bool((own[field.name] != field.initial).any()) for own in saved if field.name in own)
+    initial = int(field.initial) if field.per == "bit" else field.initial  # torch would make floats of all bits
+    return any(bool((own[field.name] != initial).any()) for own in saved if field.name in own)
 
 
 def _load_field(state: FlatState, field: Field, index: int, value: Tensor) -> None:
