@@ -114,7 +114,7 @@ def kind_of_step(optimizer: Any) -> str:
 
 
 def measure(name: str, ranks: int = 8) -> dict[str, float]:
-    """Of ranks that are alike; with one rank of onebit.save and onebit.load too."""
+    """Measure a run of ranks that are alike; of one rank alone with onebit.save and onebit.load."""
     kind, options, steps = RUNS[name]
     params, source = parameters(*SHAPES), torch.Generator().manual_seed(0)
     for p in params:
