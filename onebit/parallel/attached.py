@@ -22,12 +22,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.averaging import narrower
+from onebit.collectives.transport.protocol import collective_errors
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.state import State
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.buckets import forget_used, leave_out_buckets
 from onebit.parallel.ddp_hook import local
 
+_AVERAGING = "averaging gradients while backward runs (all-reduce)"
 _STATE = attrgetter("run.state")
 _NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
 
@@ -154,11 +156,23 @@ def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Ten
         way = ways[owners[0]]
         if way is None:
             return local(bucket)
-        return (allreduce_hook if way.wire == own else _NARROW[way.wire])(way.group, bucket)
+        hook = allreduce_hook if way.wire == own else _NARROW[way.wire]
+        return _with_help(partial(hook, way.group, bucket))
     parts: dict[_Way | None, list[Tensor]] = {}
     for owner, grad in zip(owners, bucket.gradients(), strict=True):
         parts.setdefault(ways[owner], []).append(grad)
-    return _average_parts({way: grads for way, grads in parts.items() if way is not None}, bucket)
+    return _with_help(partial(_average_parts, {way: g for way, g in parts.items() if way is not None}, bucket))
+
+
+def _with_help(average: Callable[[], torch.futures.Future[Tensor]]) -> torch.futures.Future[Tensor]:
+    """Say what may be wrong where DDP's all-reduce does not end: its error has a socket's words."""
+    with collective_errors(_AVERAGING, "torch.distributed"):
+        return average().then(_average_or_help)
+
+
+def _average_or_help(done: torch.futures.Future[Tensor]) -> Tensor:
+    with collective_errors(_AVERAGING, "torch.distributed"):
+        return done.value()
 
 
 def _way(state: Attached, owner: OneBitOptimizer | None, own: torch.dtype) -> _Way | None:

@@ -39,9 +39,9 @@ def test_saving_on_rank_0_alone(tmp_path):
     assert "a call that every rank makes, such as onebit.save" in second
 
 
-def stepping_less(rank, size, left_out):
+def stepping_less(rank, size, left_out, freeze_step):
     """Rank 1 leaves out a step, or the whole iteration, and so has fewer."""
-    ddp, optimizer = built(6)
+    ddp, optimizer = built(freeze_step)
     try:
         for step in range(9):
             if (left_out, step, rank) == ("iteration", 3, 1):
@@ -54,8 +54,9 @@ def stepping_less(rank, size, left_out):
     return None
 
 
-@pytest.mark.parametrize("left_out", ["step", "iteration"])
-def test_fewer_steps_on_one_rank(left_out):
-    first, second = run_ranks_once(2, stepping_less, (left_out,), group_timeout=TIMEOUT)
+@pytest.mark.parametrize(("left_out", "freeze_step"), [("step", 6), ("iteration", 6), ("iteration", 50)])
+def test_fewer_steps_on_one_rank(left_out, freeze_step):
+    """In stage 1 DDP's all-reduce is the one that does not end."""
+    first, second = run_ranks_once(2, stepping_less, (left_out, freeze_step), group_timeout=TIMEOUT)
     assert "did it get fewer batches" in first[1]
     assert (second is None) == (left_out == "iteration")
