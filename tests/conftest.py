@@ -1,7 +1,7 @@
 """What every test needs: Triton's interpreter where there is no GPU, few threads, repeatable hypothesis runs.
 
     --budget=SECONDS     leaves out the longest tests, so that the others take so long by tests/seconds.json
-    --focus=PATH         tests for a change of this file of the product, 15 seconds of them
+    --focus=PATH         tests for a change of this file of the product, 40 seconds of them
     --write-seconds      writes how long tests take into tests/seconds.json
 
 Workers get files of tests by their recorded seconds, the longest first.

@@ -56,7 +56,7 @@ def stepping_less(rank, size, left_out, freeze_step):
 
 @pytest.mark.parametrize(("left_out", "freeze_step"), [("step", 6), ("iteration", 6), ("iteration", 50)])
 def test_fewer_steps_on_one_rank(left_out, freeze_step):
-    """In stage 1 DDP's all-reduce is the one that does not end."""
+    """DDP's all-reduce is the one that does not end in stage 1."""
     first, second = run_ranks_once(2, stepping_less, (left_out, freeze_step), group_timeout=TIMEOUT)
     assert "did it get fewer batches" in first[1]
     assert (second is None) == (left_out == "iteration")
