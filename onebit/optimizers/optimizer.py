@@ -12,7 +12,7 @@ large is the variance) it reads one step later.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -437,12 +437,15 @@ class OneBitOptimizer(Progress):
         """Return the state, without communication: after `synchronize()` it is the same on every rank.
 
         Without a `synchronize()` since the last compressed step it lacks what compression has left out, with a warning.
-        One process alone needs none.
+        One process alone needs none. Hooks that were registered to run before may call `synchronize()`, where every
+        rank calls `state_dict()`.
 
         Returns:
             A dict as torch's optimizers have it. Any rank's will do.
         """
         self.overlap.check_at_rest("state_dict")
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self.run.check_synchronized()
         self.catch_up()
         if self.compressing and not self.run.state.merged:
@@ -452,11 +455,13 @@ class OneBitOptimizer(Progress):
                 self._has_warned = True
                 warn(_NOT_MERGED)
         shown, self.state = self.state, defaultdict(dict, schema.save(self.run))
+        hooks, self._optimizer_state_dict_pre_hooks = self._optimizer_state_dict_pre_hooks, OrderedDict()  # have run
         self.param_groups[0][PROGRESS] = schema.as_text(schema.progress(self.run))
         try:
             return super().state_dict()
         finally:
             self.state, self.param_groups[0][PROGRESS] = shown, ""
+            self._optimizer_state_dict_pre_hooks = hooks
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state: this class's or torch.optim.AdamW's. Load the same on every rank, of any number.

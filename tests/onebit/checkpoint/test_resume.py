@@ -116,6 +116,20 @@ def test_state_dict_hooks_run_in_order():
     assert calls == [("before save", True), ("after save", 6), ("before load", ["wrapped"]), ("after load", 4)]
 
 
+@kinds
+@on_ranks(2)
+def test_a_hook_may_synchronize_before_each_save(rank, kind):
+    """A loop that calls state_dict on all ranks then needs no other call."""
+    case = Case(kind, options=FREEZE)
+    (_, by_hook), (_, by_hand) = (trained(case, rank, 6, group()) for _ in range(2))
+    by_hook.register_state_dict_pre_hook(lambda own: own.synchronize())
+    with on_warnings("error"):
+        found = by_hook.state_dict()
+    by_hand.synchronize()
+    assert by_hook.compressing and same(found, by_hand.state_dict())
+    assert same(by_hook.state_dict(), found), "the hook is kept"
+
+
 @pytest.mark.parametrize(
     ("kind", "last", "lr"), [("OneBitAdam", 5, 1e-2), ("OneBitLamb", 2, 1e-2), ("ZeroOneAdam", 5, torch.tensor(1e-2))]
 )
