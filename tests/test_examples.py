@@ -21,7 +21,12 @@ import torch.distributed as dist
 from tests.ranks import run_ranks_once
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
-NEEDS = {"hf_trainer.py": "transformers", "lightning_trainer.py": "lightning", "accelerate_loop.py": "accelerate"}
+NEEDS = {
+    "hf_trainer.py": ["transformers"],
+    "lightning_trainer.py": ["lightning"],
+    "accelerate_loop.py": ["accelerate"],
+    "trl_lora.py": ["trl", "peft"],
+}
 STEPS = {"elastic.py": 500}  # a person who pulls a cable needs more
 TIMES = {"ddp.py": 8}  # less is sent, full-precision steps counted; of others compressed steps alone: 20
 
@@ -61,11 +66,15 @@ def run(example: str, ranks: int, each: int, *arguments: str) -> str:
     return printed
 
 
+def skip_without_its_libraries(example: str) -> None:
+    if lacks := [library for library in NEEDS.get(example, []) if find_spec(library) is None]:
+        pytest.skip(f"needs {', '.join(lacks)}")
+
+
 @pytest.mark.parametrize("example", sorted(path.name for path in FOLDER.glob("*.py") if path.name != "ddp.py"))
 def test_an_example_runs(example: str) -> None:
     """It runs on two ranks; the one with shards on two nodes of two."""
-    if find_spec(NEEDS.get(example, "torch")) is None:
-        pytest.skip(f"needs {NEEDS[example]}")
+    skip_without_its_libraries(example)
     ranks = 4 if example == "hsdp.py" else 2
     run(example, ranks, ranks)
 
@@ -75,8 +84,7 @@ def test_an_example_runs(example: str) -> None:
 @pytest.mark.parametrize("example", sorted(path.name for path in FOLDER.glob("*.py") if path.name != "hsdp.py"))
 def test_an_example_runs_on_a_gpu(example: str) -> None:
     """It runs on two ranks, each as if alone on its host: see tests/collectives/test_gpu.py."""
-    if find_spec(NEEDS.get(example, "torch")) is None:
-        pytest.skip(f"needs {NEEDS[example]}")
+    skip_without_its_libraries(example)
     run(example, 2, 1)
 
 
