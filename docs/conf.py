@@ -31,7 +31,7 @@ maximum_signature_line_length = 80
 
 PAGES = {
     "Use": ["first_run", "usage", "options", "troubleshooting", "elastic", "run_time", "planning", "tuning"],
-    "Judge": ["performance", "gpu", "comparison", "methods", "convergence", "reliability", "cluster_model"],
+    "Judge": ["performance", "gpu", "comparison", "methods", "convergence", "programs", "reliability", "cluster_model"],
     "Build": ["api", "coming_from_deepspeed", "own_optimizer", "contributing"],
 }
 
