@@ -141,7 +141,7 @@ def _leave_out(attached: weakref.ref[Attached], optimizer: weakref.ref[OneBitOpt
 def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """What DDP calls for each bucket of gradients. The first one of a backward pass begins the step."""
     with torch.no_grad():
-        for optimizer in state.optimizers:
+        for optimizer in filter(_trains, state.optimizers):
             if not optimizer.begun:
                 optimizer.begin_step()
             elif bucket.index() == 0:
@@ -175,12 +175,19 @@ def _average_or_help(done: torch.futures.Future[Tensor]) -> Tensor:
         return done.value()
 
 
+def _trains(optimizer: OneBitOptimizer) -> bool:
+    """Tell whether a backward pass is this optimizer's: not while all of its parameters are frozen, as in another's."""
+    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+
+
 def _way(state: Attached, owner: OneBitOptimizer | None, own: torch.dtype) -> _Way | None:
     """Choose how an optimizer's gradients are averaged; None: they stay as they are. Those of nobody are averaged as
     DDP does."""
     group: Any = state.group
     if owner is None:
         return _Way(group, own)
+    if not _trains(owner):
+        return None
     kind = owner.run.kind()
     if kind != "full":
         node, by_exchange = owner.setup.topology.node, owner.overlap.on and kind == "1 bit"

@@ -542,3 +542,34 @@ def test_a_layer_may_be_left_out_of_any_step(rank, each, overlap, accumulate, ra
         for optimizer in optimizers:
             optimizer.step()
     return bits(net.parameters())
+
+
+def adversaries(kind, freeze_step, toggled, rank, overlap=False):
+    """Two layers, each with an optimizer and a loss of its own, which goes through both. toggled: the other's
+    parameters are frozen meanwhile, as Lightning's `toggle_optimizer` does."""
+    torch.manual_seed(0)
+    net = Layers()
+    ddp = DistributedDataParallel(net, process_group=group(), find_unused_parameters=True)
+    options = {"freeze_step": freeze_step, "process_group": group(), "block_size": 32, "overlap": overlap, "lr": 0.01}
+    optimizers = [build(kind, layer.parameters(), **options) for layer in net.layers]
+    for optimizer in optimizers:
+        onebit.attach(ddp, optimizer)
+    for step in range(1, 11):
+        for own, other in enumerate(reversed(net.layers)):
+            other.requires_grad_(not toggled)
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + 10 * own + rank))
+            optimizers[own].zero_grad()
+            (ddp(x, True) - own).square().mean().backward()
+            optimizers[own].step()
+            other.requires_grad_()
+    assert [optimizer.compressing for optimizer in optimizers] == [freeze_step < 10] * 2
+    return bits(net.parameters())
+
+
+@kinds
+@pytest.mark.parametrize("freeze_step", [4, 20])
+@on_ranks(2)
+def test_the_other_optimizers_parameters_may_be_frozen_in_a_backward_pass(rank, kind, freeze_step):
+    toggled, plain = (adversaries(kind, freeze_step, each, rank) for each in (True, False))
+    assert toggled == plain == adversaries(kind, freeze_step, True, rank, overlap=True)
+    return toggled
