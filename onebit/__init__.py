@@ -6,7 +6,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onebit import collectives, kernels
+try:
+    from onebit import collectives, kernels
+except ImportError as _error:
+    if _error.name != "onebit":
+        raise
+    raise ImportError(
+        f"Python takes onebit from the clone {Path(__file__).resolve().parents[1]}, where kernels and collectives lie "
+        f"beside it, and not the installed package: run pip install -e . there, or start Python in another folder"
+    ) from None
 from onebit.checkpoint.convert import adamw_state
 from onebit.collectives import CollectiveError, CompressedAllReduce
 from onebit.collectives.heartbeat import Heartbeat

@@ -135,3 +135,11 @@ def test_two_checkouts_are_not_mixed(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HUNG)
     assert done.returncode == 1 and "two checkouts are mixed" in done.stderr and str(ROOT) in done.stderr
     run(*command, cwd=tmp_path, PYTHONPATH=str(same))
+
+
+def test_a_clone_whose_install_is_not_editable_says_so() -> None:
+    """`-S` hides what is installed, and with it the hook that finds kernels beside the package."""
+    command = [sys.executable, "-S", "-c", "import onebit"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HUNG)
+    assert done.returncode == 1 and f"onebit from the clone {ROOT}" in done.stderr
+    assert "pip install -e" in done.stderr and "circular" not in done.stderr
