@@ -25,7 +25,8 @@ from torch import Tensor
 from onebit.kernels.data.bits import packed
 from onebit.kernels.data.checks import is_whole
 from onebit.kernels.data.hyper import Hyper
-from onebit.kernels.data.pieces import count_nonzero, total
+from onebit.kernels.data.layout import WORD
+from onebit.kernels.data.pieces import count_nonzero, in_pieces, total
 from onebit.kernels.passes import Gradients, Parameters, ZeroOneFull, ZeroOneInverses, ZeroOneUpdate
 from onebit.optim import local_steps
 from onebit.optim.adam import Adam
@@ -160,9 +161,11 @@ class ZeroOne(Adam):
         if self.schedule.next_full(step) is not None:
             return {}
         v, fixed = state[VARIANCE.name], state.fixed_indices  # where v is 0
-        there = torch.stack([count_nonzero(state.elements_of(v, i)) for i in range(len(state.params))])
-        may_move = there.new_tensor([n - len(fixed.get(i, ())) for i, n in enumerate(state.numels)])
-        return dict(enumerate(map(int, state.add_parts((may_move - there).double()).tolist())))
+        up_to = torch.cat([(piece != 0).view(-1, WORD).sum(1) for piece in in_pieces(v)]).cumsum(0)  # each word's end
+        ends = torch.from_numpy(state.layout.offset // WORD).to(up_to.device)
+        up_to = torch.cat([up_to.new_zeros(1), up_to])[torch.cat([ends, ends.new_tensor([len(up_to)])])]
+        may_move = up_to.new_tensor([n - len(fixed.get(i, ())) for i, n in enumerate(state.numels)])
+        return dict(enumerate(map(int, state.add_parts((may_move - up_to.diff()).double()).tolist())))
 
     def momentum_becomes_residual(self, state: FlatState, step: int, beta1s: Sequence[float]) -> None:
         """Let every rank go on with m itself, and nothing left out, if a state of another optimizer was loaded between

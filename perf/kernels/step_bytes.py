@@ -18,7 +18,7 @@ PACKED = 4 * 4  # averaged without DDP, over NCCL, which divides: put together a
 
 def passes(direct: bool) -> dict[str, float]:
     """Bytes an element of each, of fp32 parameters; of `average` on this rank's share."""
-    storage = Storage(4, master=False, packed=True, ranks=RANKS, copies=RANKS if direct else 1)
+    storage = Storage(4, master=False, packed=True, ranks=RANKS, senders=RANKS if direct else 1)
 
     def of(name: str) -> float:
         return bytes_per_element(name, storage)

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onebit.kernels.data import bits as bits_module
+from onebit.kernels.data import pieces
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
 from onebit.kernels.data.layout import BLOCK_SIZE, Block, Layout, Span
@@ -220,7 +221,7 @@ def test_what_is_wrong_says_what_and_what_to_do(make, arguments, error, words):
 def test_bits_are_packed_as_numpy_packs_them_in_small_pieces_and_come_back(dtype, monkeypatch):
     """What lies beside a large mask meanwhile is small."""
     sizes, whole = [], bits_module.packed_at_once
-    monkeypatch.setattr(bits_module, "PIECE", 64)
+    monkeypatch.setattr(pieces, "PIECE", 64)
     monkeypatch.setattr(bits_module, "packed_at_once", lambda piece: (sizes.append(piece.shape[-1]), whole(piece))[1])
     for shape in [(0,), (1,), (7,), (8,), (4097,), (3, 64), (2, 3, 13), (0, 8), (2, 0), (2, 200)]:
         bits = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.5

@@ -281,6 +281,8 @@ def take(case: Case, rank: int, optimizer: Any, params: Any, step: int) -> None:
 
 def state_of(optimizer: Any, params: Any) -> Any:
     """What all have, and the residuals of this rank alone."""
+    if internals.state(optimizer).under_way is not None:  # nothing else may be asked for
+        return [bits(params), internals.left_out(optimizer)]
     if not optimizer.synchronized:
         return [bits(params), False]
     saved = snapshot(optimizer.state_dict())
