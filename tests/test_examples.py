@@ -9,7 +9,6 @@ import os
 import re
 import runpy
 import shutil
-import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +35,7 @@ def start(rank: int, size: int, example: str, port: int, each: int, *arguments: 
     dist.destroy_process_group()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % each), "GROUP_RANK": str(rank // each)}
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(each), "GROUP_WORLD_SIZE": str(size // each)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     if torch.cuda.is_available():
         os.environ |= {"NCCL_HOSTID": f"r{rank}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
         os.environ |= {"NCCL_SOCKET_IFNAME": "lo"}
@@ -51,10 +50,8 @@ def start(rank: int, size: int, example: str, port: int, each: int, *arguments: 
 
 
 def printed_by_rank_0(example: str, ranks: int, each: int, *arguments: str) -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return run_ranks_once(ranks, start, (str(FOLDER / example), port, each, *arguments))[0]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_ranks_once(ranks, start, (str(FOLDER / example), store.port, each, *arguments))[0]
 
 
 def run(example: str, ranks: int, each: int, *arguments: str) -> str:
