@@ -1,4 +1,4 @@
-"""The general form: an error-compensated 1-bit all-reduce of any tensors, in place.
+"""The general form: an error-compensated all-reduce of any tensors, in place, with 1, 4 or 8 bits an element.
 
     x_i  ->  decode(compress(mean_i decode(compress(x_i + e_i)) + E))
 
@@ -29,13 +29,13 @@ from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers, written_by_address
-from onebit.kernels.data.wire import Norm, Scale, check_scale
+from onebit.kernels.data.wire import Bits, Format, Norm, Scale
 from onebit.kernels.log import to_log
-from onebit.kernels.passes import Compress, Decode, Gradients, Scan
+from onebit.kernels.passes import Gradients, Scan
 
 
 class CompressedAllReduce:
-    """Averages tensors over a group of ranks with 1 bit an element on the wire.
+    """Averages tensors over a group of ranks with 1, 4 or 8 bits an element on the wire.
 
         average = CompressedAllReduce(model_gradient.numel())
         average(model_gradient)
@@ -49,12 +49,14 @@ class CompressedAllReduce:
     Args:
         numel: elements of the tensor, or of each tensor of a list.
         device: where the tensors are.
-        scale: "block", one scale for each block, or "tensor", one for each message.
-        norm: how a scale is made: "l1", "l2", or with block scales "unbiased".
+        bits: of an element in a message. With 4 or 8 every 256 elements have a scale.
+        scale: of 1 bit: "block", one scale for each block, or "tensor", one for each message.
+        norm: how a scale of 1 bit is made: "l1", "l2", or with block scales "unbiased".
         reply: 1, as in the papers: a rank averages a shard for all and compresses the mean once more. "direct": every
             rank's message goes to all, and nothing is compressed twice; as many bytes with two ranks, N / 2 times as
             many with N. "auto": direct with two ranks, else 1.
-        block_size: elements of a scale, a multiple of 32; the last of a tensor may have fewer.
+        block_size: elements of a block, which with 1 bit share a scale, a multiple of 32; the last of a tensor may have
+            fewer.
         chunks: pipeline stages; "auto" measures a few on the group at the first call, or in `prepare`, and keeps the
             best.
         process_group: a torch.distributed group, an mpi4py communicator, or None for the default group; without any
@@ -72,6 +74,7 @@ class CompressedAllReduce:
         numel: int | Sequence[int],
         *,
         device: torch.device | str = "cpu",
+        bits: Bits = 1,
         scale: Scale = "block",
         norm: Norm = "l1",
         reply: AskedReply = "auto",
@@ -92,12 +95,13 @@ class CompressedAllReduce:
         kernels.backend(self.device)
         self._block_size = block_size
         self._tensors = Layout(self.numels, block_size=self._block_size)
-        check_scale(scale, norm)
+        Format(self._tensors, scale, norm, bits)
         check_reply(reply)
         self.topology = Topology.of(process_group, node_group, self.device)
         self.transport = self.topology.replicas
         self._exchange_class = exchange_for(reply, self.transport.size)
-        self._scale, self._norm, self._chunks = scale, norm, chunks
+        self._form: tuple[Scale, Norm, Bits] = scale, norm, bits
+        self._chunks = chunks
         self._flags = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._hyper = hyper_table([Hyper()], self.device)
         self._pointers: Pointers | None = None
@@ -116,12 +120,10 @@ class CompressedAllReduce:
         """
         if self.exchange is None:
             numels, topology, exchange_class = self.numels, self.topology, self._exchange_class
-            scale, norm, block_size = self._scale, self._norm, self._block_size
-            common = facts(
-                numels, block_size, "auto", scale, norm, exchange_class.reply_option, topology.node is not None
-            )
+            form, block_size, nodes = self._form, self._block_size, topology.node is not None
+            common = facts(numels, block_size, "auto", *form, exchange_class.reply_option, nodes)
             agree(topology.everyone, self.device, common)
-            chunking = Chunking(topology, sum(numels), self.device, scale, norm, block_size, exchange_class)
+            chunking = Chunking(topology, sum(numels), self.device, *form, block_size, exchange_class)
             self.exchange = self._build(chunking.choose())
             self.exchange.load_residual(self._residual or self._zeros())
         return self.exchange
@@ -161,19 +163,20 @@ class CompressedAllReduce:
         gradients = Gradients(x, self._hyper, self._flags)
         for chunk in exchange.chunks:
             backend.run(Scan(chunk.slice, gradients))
-        undo = self._undo_of(exchange) if travel_in_messages([exchange]) else None
+        together = travel_in_messages([exchange]) and self.topology.shard is None
+        undo = self._undo_of(exchange) if together else None
         if undo is None:
             self.topology.everyone.all_max(self._flags, "agreeing on finite values (all-reduce of one number)")
 
         def compress(chunk: Chunk) -> None:
             if undo is not None:
                 undo.save(chunk)
-            backend.run(Compress(chunk.slice, gradients, momentum=None, residual=chunk.residual, out=chunk.sent))
+            exchange.compress(chunk, gradients)
 
         def decode(chunk: Chunk) -> None:
             if undo is not None:
                 read_flags([exchange], self._flags)
-            backend.run(Decode(chunk.span, chunk.replies, x))
+            exchange.decode(chunk.span, chunk.replies, x)
 
         exchange.run(compress, decode, chunks=None if undo is None else undo.chunks)
         if undo is not None:
@@ -245,7 +248,7 @@ class CompressedAllReduce:
     def _build(self, chunks: int) -> Exchange:
         shards = shards_of(self.topology, self._exchange_class)
         layout = Layout(self.numels, block_size=self._block_size, ranks=shards, chunks=chunks)
-        return self._exchange_class(self.topology, layout, self.device, self._scale, self._norm)
+        return self._exchange_class(self.topology, layout, self.device, *self._form)
 
     def _undo_of(self, exchange: Exchange) -> Undo:
         if self._undo is None or self._undo.exchange is not exchange:

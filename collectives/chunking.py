@@ -22,9 +22,9 @@ from onebit.kernels import streams
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.data.wire import Norm, Scale
+from onebit.kernels.data.wire import Bits, Norm, Scale
 from onebit.kernels.log import to_log
-from onebit.kernels.passes import Compress, Decode, Gradients
+from onebit.kernels.passes import Gradients
 from onebit.kernels.tuning import cache
 
 CANDIDATES = (1, 2, 4, 8)
@@ -56,6 +56,7 @@ class Chunking:
     device: torch.device
     scale: Scale = "block"
     norm: Norm = "l1"
+    bits: Bits = 1
     block_size: int = BLOCK_SIZE
     exchange_class: type[Exchange] = TwoPhases
 
@@ -121,16 +122,12 @@ class Chunking:
         hyper = hyper_table([Hyper()], self.device)
         ranks = shards_of(self.topology, self.exchange_class)
         layout = Layout([tensor.numel()], block_size=self.block_size, ranks=ranks, chunks=chunks)
-        exchange = self.exchange_class(self.topology, layout, self.device, self.scale, self.norm)
-        backend, x = exchange.backend, Pointers.to(layout, [tensor])
+        exchange = self.exchange_class(self.topology, layout, self.device, self.scale, self.norm, self.bits)
+        x = Pointers.to(layout, [tensor])
 
         def step() -> None:
-            replies = exchange.run(
-                lambda c: backend.run(
-                    Compress(c.slice, Gradients(x, hyper, flags), momentum=None, residual=c.residual, out=c.sent)
-                )
-            )
-            backend.run(Decode(exchange.layout.all(), replies, x))  # in the place of the update, after all chunks
+            replies = exchange.run(lambda c: exchange.compress(c, Gradients(x, hyper, flags)))
+            exchange.decode(exchange.layout.all(), replies, x)  # in the place of the update, after all chunks
 
         return step
 
@@ -147,6 +144,7 @@ class Chunking:
         ranks = f"{everyone.size} ranks" + (f", {topology.node.size} a node" if topology.node else "")
         ranks += ", one host" if on_one_host(everyone, self.device) else ""
         kind = "" if self.exchange_class is TwoPhases else f", reply {self.exchange_class.reply_option}"
+        kind += "" if self.bits == 1 else f", {self.bits} bits"
         return f"{everyone.name}, {ranks}, {self.device.type}, 2^{self.numel.bit_length()} elements{kind}, chunks"
 
 

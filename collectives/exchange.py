@@ -29,8 +29,10 @@ from onebit.collectives.transport.protocol import LocalTransport, Transport, Wor
 from onebit.kernels.backends import labelled
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pieces import in_pieces
+from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Format, Messages, Norm, Scale
+from onebit.kernels.data.wire import Bits, Format, Messages, Norm, Scale
+from onebit.kernels.passes import Average, AverageCodes, Compress, Decode, Dequantize, Gradients, Quantize
 
 Reply = Literal["direct", 1]  # every rank's messages, or the mean of them compressed once more to 1 bit an element
 
@@ -69,7 +71,14 @@ class Chunk:
 
 
 def facts(
-    numels: Sequence[int], block_size: int, chunks: int | str, scale: Scale, norm: Norm, reply: Reply, nodes: bool
+    numels: Sequence[int],
+    block_size: int,
+    chunks: int | str,
+    scale: Scale,
+    norm: Norm,
+    bits: Bits,
+    reply: Reply,
+    nodes: bool,
 ) -> dict[str, int | str]:
     """What must be the same on all ranks for one to read another's messages."""
     return {
@@ -80,6 +89,7 @@ def facts(
         "chunks": chunks,
         "scale": scale,
         "norm": norm,
+        "bits": bits,
         "reply": str(reply),
         NODES: "given" if nodes else "none",
     }
@@ -104,6 +114,7 @@ class Exchange(ABC):
         device: torch.device,
         scale: Scale = "block",
         norm: Norm = "l1",
+        bits: Bits = 1,
         *,
         value: Tensor | None = None,
     ) -> None:
@@ -115,7 +126,7 @@ class Exchange(ABC):
         if layout.ranks != places * shards:
             raise ValueError(f"the layout is cut for {layout.ranks} ranks, the group has {ranks}, the node {places}")
         self.layout, self.device = layout, device
-        self.format = Format(layout, scale, norm)
+        self.format = Format(layout, scale, norm, bits)
         self.reply_format = self._reply_format()
         self.backend = kernels.backend(device)
         self.wire_bytes = 0
@@ -192,6 +203,24 @@ class Exchange(ABC):
             under_way = _one_stage_on(under_way)
         return self.replies
 
+    def compress(self, chunk: Chunk, gradients: Gradients) -> None:
+        """Write a chunk's messages from gradients alone, without momentum."""
+        span, residual, out = chunk.slice, chunk.residual, chunk.sent
+        one_bit = self.format.bits == 1
+        self.backend.run(
+            Compress(span, gradients, None, residual, out) if one_bit else Quantize(span, gradients, residual, out)
+        )
+
+    def average(self, server: Server) -> None:
+        """Write the reply of a shard that this rank averages for all."""
+        arguments = server.shard, server.received, server.residual, server.reply
+        one_bit, live = self.format.bits == 1, self.live_in(server.shard)
+        self.backend.run(Average(*arguments, live=live) if one_bit else AverageCodes(*arguments))
+
+    def decode(self, span: Span, replies: Messages, out: Pointers) -> None:
+        """Write the values that a span's replies stand for."""
+        self.backend.run((Decode if self.format.bits == 1 else Dequantize)(span, replies, out))
+
     def begin(self) -> None:
         """No chunk is compressed yet, and this rank has averaged none for all."""
         self.compressed: set[int] = set()
@@ -202,7 +231,8 @@ class Exchange(ABC):
         if not self.agreed:
             layout, form = self.layout, self.format
             numels, nodes = layout.numel.tolist(), self.node.size > 1
-            common = facts(numels, layout.block_size, layout.chunks, form.scale, form.norm, self.reply_option, nodes)
+            cut = numels, layout.block_size, layout.chunks
+            common = facts(*cut, form.scale, form.norm, form.bits, self.reply_option, nodes)
             agree(self.everyone, self.device, {**common, **(more or {})})
             self.agreed = True
 
@@ -263,7 +293,7 @@ class Exchange(ABC):
         for chunk in self.chunks:
             start = 0
             for e in in_pieces(chunk.residual.value):
-                mean, served = e.clone(), list(_served(chunk, start, len(e)))
+                mean, served = e.to(torch.float32, copy=True), list(_served(chunk, start, len(e)))
                 for place, server in served:
                     mean[place].add_(server, alpha=self.transport.size)
                 average_([mean], self.transport, wire_dtype=wire_dtype, phase="averaging residuals (all-reduce)")
@@ -274,7 +304,7 @@ class Exchange(ABC):
 
     def gathered_residual(self) -> Tensor:
         """e of every slice, in the order of the layout: fp32 [elements]. With nodes a collective call of this one."""
-        own = self.residual.left_out()
+        own = self.residual.left_out().float()
         if self.node.size == 1:
             return own
         slices = [self.layout.parts(place, self.node.size) for place in range(self.node.size)]
@@ -287,7 +317,7 @@ class Exchange(ABC):
             return None
         ranks, phase = self.layout.ranks, "gathering the server residuals (all-gather)"
         shards = [self.layout.parts(place, ranks) for place in range(ranks)]
-        sizes, own = _elements(shards), self.server_residual.left_out()
+        sizes, own = _elements(shards), self.server_residual.left_out().float()
         of_slice = _gathered(self.transport, own, sizes, phase)  # all as long as the longest
         everyone = _gathered(self.node, of_slice.view(-1), [of_slice.numel()], phase)
         return self._in_order(shards, everyone.view(ranks, -1))

@@ -17,7 +17,6 @@ from onebit.collectives.exchange import Chunk, Exchange, Reply, Server, arrived
 from onebit.collectives.transport.protocol import EarlyReceiver, Transport
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
-from onebit.kernels.passes import Average
 
 
 class TwoPhases(Exchange):
@@ -58,8 +57,7 @@ class TwoPhases(Exchange):
         arrived(gather, server.received, "the gather phase")
         del gather  # with what it holds on the host
         self.averaged.add(chunk.index)
-        live = self.live_in(server.shard)
-        self.backend.run(Average(server.shard, server.received, server.residual, server.reply, live=live))
+        self.average(server)
         self._count(self.reply_format)
         scatter = over.all_gather(chunk.arriving.buffer, server.reply.buffer, phase)
         yield

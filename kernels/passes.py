@@ -79,7 +79,7 @@ class Storage:
 
     `itemsize` is that of parameters and gradients. `packed`: momentum is kept as messages, not in fp32. `masked`: the
     passes that take one get a live mask. `senders`: the messages of a block that momentum and replies have. `kept`:
-    residuals are written as they were, too.
+    residuals are written as they were, too. `bits`: those of a code.
     """
 
     itemsize: int
@@ -90,6 +90,7 @@ class Storage:
     masked: bool = False
     senders: int = 1
     kept: bool = False
+    bits: int = 4
 
     @property
     def parameter(self) -> int:
@@ -112,6 +113,15 @@ class Storage:
     def residual(self) -> int:
         """Read and written, and written as it was."""
         return 4 + 4 + (4 if self.kept else 0)
+
+    @property
+    def code(self) -> float:
+        return self.bits * BIT
+
+    @property
+    def left_of_code(self) -> int:
+        """A residual of 16 bits: read and written, and written as it was."""
+        return 2 + 2 + (2 if self.kept else 0)
 
 
 @dataclass(eq=False)
@@ -212,6 +222,50 @@ class Decode(Pass, name="decode", moves=lambda of: of.replies + of.itemsize):
     """x = scale sigma, written to the tensors of `out`; NaN where the message carries a flag.
 
     Bytes: reads bits 1/8; writes x 4. 4.125.
+    """
+
+    replies: Messages
+    out: Pointers
+
+
+@dataclass(eq=False)
+class Quantize(Pass, name="quantize", adds_up=True, moves=lambda of: of.itemsize + of.left_of_code + of.code):
+    """c = g' + e;  scale = max |c| / L over every 256 elements of a block;  q = round(c / scale);  e = c - scale q.
+
+    L is the largest code, 7 with 4 bits and 127 with 8. Ties round to the even code. Where max |c| is below LEAST, the
+    scale and codes are 0. The residual is bf16. The rest is as in Compress.
+
+    Bytes, with 4 bits: reads g 4, e 2; writes e 2, codes 1/2. 8.5, and 2 more with `before`.
+    """
+
+    g: Gradients
+    residual: Residual
+    out: Messages
+
+
+@dataclass(eq=False)
+class AverageCodes(
+    Pass, name="average_codes", adds_up=True, moves=lambda of: of.ranks * of.code + of.left_of_code + of.code
+):
+    """C = mean_i decode(received_i) + E;  scale, q and E as in Quantize. The rest is as in Average.
+
+    Bytes an element of the shard, with 4 bits and N ranks: reads codes N/2, E 2; writes E 2, codes 1/2. 4.5 + N/2, and
+    2 more with `before`.
+    """
+
+    received: Messages
+    residual: Residual
+    out: Messages
+
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"inverse_ranks": 1 / self.received.rows}
+
+
+@dataclass(eq=False)
+class Dequantize(Pass, name="dequantize", moves=lambda of: of.senders * of.code + of.itemsize):
+    """x = scale q, the mean over senders, written to the tensors of `out`; NaN where the message carries a flag.
+
+    Bytes, with 4 bits: reads codes 1/2; writes x 4. 4.5.
     """
 
     replies: Messages
@@ -483,6 +537,7 @@ class StepLimit(Pass, name="step_limit", adds_up=True, moves=lambda of: 0):
 # What is measured, in the order of a step. lamb_update is an AdamUpdate with LAMB's coefficients.
 PASSES: dict[str, type[Pass]] = {
     "scan": Scan, "compress": Compress, "average": Average, "decode": Decode,
+    "quantize": Quantize, "average_codes": AverageCodes, "dequantize": Dequantize,
     "adam_warmup": AdamWarmup, "adam_update": AdamUpdate,
     "lamb_warmup": LambWarmup, "lamb_statistics": LambStatistics, "lamb_update": AdamUpdate,
     "zero_one_full": ZeroOneFull, "zero_one_inverses": ZeroOneInverses, "zero_one_update": ZeroOneUpdate,

@@ -1,4 +1,4 @@
-"""Communication-compressed training: what crosses the network is 1 bit an element."""
+"""Communication-compressed training: what crosses the network is 1 bit an element, or a few."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from onebit.optim.freeze import FreezeRule
 from onebit.optimizers.of_algorithms import OneBitAdam, OneBitLamb, ZeroOneAdam
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.attach import attach
-from onebit.parallel.ddp_hook import OneBitState, onebit_hook
+from onebit.parallel.compression import Compression, compress_gradients
 from onebit.parallel.watch import DivergenceError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ __all__ = [
     "Algorithm",
     "CollectiveError",
     "CompressedAllReduce",
+    "Compression",
     "DivergenceError",
     "Field",
     "FreezeRule",
@@ -45,13 +46,12 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneBitOptimizer",
-    "OneBitState",
     "ZeroOneAdam",
     "adamw_state",
     "attach",
+    "compress_gradients",
     "follow",
     "load",
-    "onebit_hook",
     "reform",
     "save",
 ]

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from onebit.kernels.cpu import adam, codec, lamb, lamb_statistics, limit, local_steps, scan, zero_one
+from onebit.kernels.cpu import adam, codec, codes, lamb, lamb_statistics, limit, local_steps, scan, zero_one
 from onebit.kernels.data.kept import Kept
 from onebit.kernels.passes import Pass
 
 PASSES = (
-    adam.PASSES | codec.PASSES | lamb.PASSES | lamb_statistics.PASSES | limit.PASSES | local_steps.PASSES
+    adam.PASSES | codec.PASSES | codes.PASSES | lamb.PASSES | lamb_statistics.PASSES | limit.PASSES | local_steps.PASSES
     | scan.PASSES | zero_one.PASSES
 )  # fmt: skip
 

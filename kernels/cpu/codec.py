@@ -87,9 +87,9 @@ def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual:
     for block in range(run.first, run.stop):
         its = tiles.locate(run, block)
         found, value, n = tiles.find(out, its), residual.value + 4 * its.start, tiles.up(its.valid)
-        tiles.copy_block(residual.before, residual.value, its)
+        tiles.copy_block(residual.before, residual.value, its, 4)
         if its.block_in_shard == 0:
-            tiles.write_header(found.header, flag, out)
+            tiles.write_header(found.header, tiles.MAGIC, flag, out)
         if flag == 0:
             g_at, h = tiles.gradient_at(g, its, tiles.room(run, 0)), tiles.hyper_of(g.hyper, its)
             kept = tiles.kept_bits(tiles.part(live, its.start // 8), its, tiles.room(run, 2))
@@ -116,11 +116,11 @@ def _compress(run: Run, g: Gradients, gamma, momentum: Messages, live, residual:
 def _average(run: Run, received: Messages, inverse_ranks: float, live, residual: Residual, out: Written):
     flag = tiles.any_flag(received.address, received.rows, received.bytes)
     if run.first == 0:
-        tiles.write_header(out.address, flag, out)
+        tiles.write_header(out.address, tiles.MAGIC, flag, out)
     inverse, last = np.float32(inverse_ranks), tiles.value_of(residual.scale, 0, ZERO)
     for block in range(run.first, run.stop):
         its = tiles.locate(run, block)
-        tiles.copy_block(residual.before, residual.value, its)
+        tiles.copy_block(residual.before, residual.value, its, 4)
         if flag == 0:
             value, found, first = residual.value + 4 * its.start, tiles.find(out, its), tiles.find(received, its)
             kept = tiles.kept_bits(tiles.part(live, its.start // 8), its, tiles.room(run, 0))

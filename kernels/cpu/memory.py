@@ -16,11 +16,17 @@ _HALVES = ir.VectorType(ir.HalfType(), WIDTH)
 _SHORTS = ir.VectorType(ir.IntType(16), WIDTH)
 _DOUBLE = ir.DoubleType()
 _BYTE = ir.IntType(8)
+_BYTES, _EIGHT_BYTES = ir.VectorType(_BYTE, WIDTH), ir.VectorType(_BYTE, WIDTH // 2)
+_PAIRS = ir.VectorType(LONG, WIDTH // 2)  # of words
 _REAL = {FLOAT: types.float32, _DOUBLE: types.float64, FLOATS: LANES}  # what is no int
 
 
 def _at(builder, address, kind):
     return builder.inttoptr(address, kind.as_pointer())
+
+
+def _whole(value, kind=WORDS):
+    return ir.Constant(kind, [value] * kind.count)
 
 
 def _reader(kind, widen=None, align=1):
@@ -68,21 +74,18 @@ def streamed(builder):
 def load_bf16(builder, address):
     """Sixteen bf16, which are the upper halves of fp32."""
     upper = builder.zext(builder.load(_at(builder, address, _SHORTS), align=2), WORDS)
-    return builder.bitcast(builder.shl(upper, ir.Constant(WORDS, [16] * WIDTH)), FLOATS)
+    return builder.bitcast(builder.shl(upper, _whole(16)), FLOATS)
 
 
 @built(types.void, types.int64, LANES)
 def store_bf16(builder, address, value):
     """Sixteen bf16, to the nearest, ties to even; NaN stays one."""
 
-    def constant(value):
-        return ir.Constant(WORDS, [value] * WIDTH)
-
     word = builder.bitcast(value, WORDS)
-    odd = builder.and_(builder.lshr(word, constant(16)), constant(1))
-    rounded = builder.lshr(builder.add(word, builder.add(odd, constant(0x7FFF))), constant(16))
+    odd = builder.and_(builder.lshr(word, _whole(16)), _whole(1))
+    rounded = builder.lshr(builder.add(word, builder.add(odd, _whole(0x7FFF))), _whole(16))
     nan = builder.fcmp_unordered("uno", value, value)
-    short = builder.trunc(builder.select(nan, constant(0x7FC0), rounded), _SHORTS)
+    short = builder.trunc(builder.select(nan, _whole(0x7FC0), rounded), _SHORTS)
     builder.store(short, _at(builder, address, _SHORTS), align=2)
 
 
@@ -96,6 +99,35 @@ def load_fp16(builder, address):
 def store_fp16(builder, address, value):
     """Sixteen fp16, to the nearest, ties to even."""
     builder.store(builder.fptrunc(value, _HALVES), _at(builder, address, _HALVES), align=2)
+
+
+@built(types.void, types.int64, LANES)
+def set_bytes(builder, address, value):
+    """The lowest byte of each of sixteen words."""
+    found = builder.trunc(builder.bitcast(value, WORDS), _BYTES)
+    builder.store(found, _at(builder, address, _BYTES), align=1)
+
+
+@built(LANES, types.int64)
+def bytes_at(builder, address):
+    """Sixteen whole numbers of 8 bits."""
+    return builder.sitofp(builder.sext(builder.load(_at(builder, address, _BYTES), align=1), WORDS), FLOATS)
+
+
+@built(types.void, types.int64, LANES)
+def set_nibbles(builder, address, value):
+    """The lowest 4 bits of each of sixteen words, two a byte, the first in the lower half."""
+    pairs = builder.bitcast(builder.and_(builder.bitcast(value, WORDS), _whole(15)), _PAIRS)
+    both = builder.or_(pairs, builder.lshr(pairs, _whole(28, _PAIRS)))
+    builder.store(builder.trunc(both, _EIGHT_BYTES), _at(builder, address, _EIGHT_BYTES), align=1)
+
+
+@built(LANES, types.int64)
+def nibbles_at(builder, address):
+    """Sixteen whole numbers of 4 bits."""
+    pairs = builder.zext(builder.load(_at(builder, address, _EIGHT_BYTES), align=1), _PAIRS)
+    spread = builder.bitcast(builder.or_(pairs, builder.shl(pairs, _whole(28, _PAIRS))), WORDS)
+    return builder.sitofp(builder.ashr(builder.shl(spread, _whole(28)), _whole(28)), FLOATS)
 
 
 @built(types.void, types.int64, types.int64, types.int64)

@@ -40,8 +40,8 @@ FP32, BF16, FP16 = 0, 1, 2
 TYPES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 ALL = (1 << WIDTH) - 1  # the bits of all lanes
 _BLOCK, _PARAMETER, _HYPER = 4 * len(Block._fields), 24, 4 * COLUMNS  # bytes of a row of each table
-_MAGIC, _FLAG = wire.MAGIC, 4 * wire.FLAGS_WORD
-_HEADER, ALIGN = 4 * wire.HEADER_WORDS, wire.ALIGN
+MAGIC, _FLAG = wire.MAGIC, 4 * wire.FLAGS_WORD
+HEADER, ALIGN = 4 * wire.HEADER_WORDS, wire.ALIGN
 HALF = np.float32(0.5)
 L2, UNBIASED = (wire.NORMS[norm] for norm in ("l2", "unbiased"))
 
@@ -295,15 +295,16 @@ def clear(start, stop):
 
 
 @tile
-def copy_block(target, source, its):
+def copy_block(target, source, its, itemsize):
     """A block of flat state, where `target` is one: past the caches, since nearly always nobody reads it."""
     if target != 0:
-        to, values = target + 4 * its.start, source + 4 * its.start
+        nbytes = itemsize * its.length
+        to, values = target + itemsize * its.start, source + itemsize * its.start
         if to % (4 * WIDTH) == 0:
-            for i in range(0, its.length, WIDTH):
-                stream(to + 4 * i, load(values + 4 * i))
+            for i in range(0, nbytes, 4 * WIDTH):
+                stream(to + i, load(values + i))
         else:
-            copy(to, values, 4 * its.length)
+            copy(to, values, nbytes)
 
 
 @tile
@@ -312,7 +313,7 @@ def find(messages, its):
     header, index, count = messages.address + its.shard * messages.senders * messages.bytes, 0, 1
     if messages.tensor == 0:
         index, count = its.block_in_shard, its.of_shard
-    scales = header + _HEADER
+    scales = header + HEADER
     return Found(header, scales + 4 * index, scales + (4 * count + (ALIGN - 1)) // ALIGN * ALIGN + its.in_shard // 8)
 
 
@@ -372,8 +373,8 @@ def flagged(found, messages):
 
 
 @routine
-def write_header(header, flag, messages):
-    set_int(header, _MAGIC)
+def write_header(header, magic, flag, messages):
+    set_int(header, magic)
     set_int(header + _FLAG, flag)
     set_int(header + 8, messages.fingerprint)
     set_int(header + 12, messages.shard_blocks)

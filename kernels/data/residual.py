@@ -21,7 +21,7 @@ class Residual(NamedRecord):
     c, and the next step computes e = c - scale * sigma(c) as it reads it.
     """
 
-    value: Tensor  # fp32 [elements of the span]
+    value: Tensor  # [elements of the span], of the format's dtype
     scale: Tensor | None  # fp32 [messages], with a tensor scale
     partial: Tensor | None  # fp32 [blocks]: scratch for the sum over a message
     counted: Tensor | None  # int32 [blocks]: scratch for the count over a message
@@ -42,7 +42,7 @@ class Residual(NamedRecord):
         shards = [shard for span in ([spans] if isinstance(spans, Span) else spans) for shard in span.shards()]
         sizes = tuple(shard.elements for shard in shards)
         if value is None:
-            value = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+            value = torch.zeros(sum(sizes), dtype=form.residual_dtype, device=device)
         if form.scale == "block":
             return cls(value, None, None, None, None, sizes)
         rows, blocks = len(shards), sum(shard.count for shard in shards)
@@ -56,7 +56,7 @@ class Residual(NamedRecord):
         )
 
     def left_out(self) -> Tensor:
-        """e, fp32 [elements]. Its values in padding and for elements that take no part mean nothing."""
+        """e, [elements]. Its values in padding and for elements that take no part mean nothing."""
         if self.scale is None:
             return self.value
         scale = self.scale.repeat_interleave(torch.tensor(self.sizes, device=self.scale.device))

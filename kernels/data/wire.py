@@ -1,15 +1,15 @@
-"""The bytes of a message: how long its parts are, and where each part begins. The passes of `onebit.kernels.cpu.codec`
-and `onebit.kernels.gpu.codec` find a block's scale and bits within the parts, pack signs and compute scales.
+"""The bytes of a message: how long its parts are, and where each part begins. The passes of `codec` and `codes` in
+`onebit.kernels.cpu` and `onebit.kernels.gpu` find a block's scales and bits within the parts, pack and compute scales.
 
 A message carries one shard of one chunk from one rank to another:
 
     header   4 x uint32    magic, flags, fingerprint of the format, most blocks of a shard
     scales   fp32          one a block (scale="block"), or one (scale="tensor"); padded to 16 bytes
-    bits     uint8         of each block length / 8 bytes, as numpy.packbits(..., bitorder="little") lays them out
+    bits     uint8         of each block length * bits / 8 bytes, the first element in the lowest place
 
 All messages of a format are as long as the longest. A shorter shard leaves bytes over, which hold no values.
 
-An element decodes to +scale if its bit is 1, and to -scale otherwise. A block may be in several messages
+With 1 bit an element decodes to +scale if its bit is 1, and to -scale otherwise. A block may be in several messages
 (`Messages.senders`), one from each rank if every rank's message goes to all; then the element decodes to the mean over
 these messages. Bits past a block's valid count are 0.
 
@@ -24,8 +24,12 @@ arrives at once, with noise. With "l1" a message sends 2/3 of a normally distrib
 rest. A block with few elements that are not 0 meets the bound of "unbiased": without the bound, all other elements
 would move as far as these.
 
+With 4 or 8 bits an element is a code q, a whole number in two's complement, and decodes to q times a scale. Every 256
+elements of a block have a scale of their own: the largest |c| over the largest code, 7 or 127. A block has as many
+scales as a whole one, 0 where a short one has no elements.
+
 Words are little-endian. With blocks of 2048 a message costs 1 + 1/64 bit an element, at most 31 elements' bits and 4
-bytes for each parameter's last block, and at most 40 bytes.
+bytes for each parameter's last block, and at most 40 bytes; with b bits b + 1/8 bit, and 32 bytes for a last block.
 
 The length of a message follows from its format alone, and no byte of a message is an address or a count: no content
 can make a reader access memory elsewhere. In host memory headers are checked (2 us for 8 messages), which finds a
@@ -44,14 +48,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onebit.kernels.data.checks import is_one_of
+from onebit.kernels.data.checks import is_one_of, is_whole
 from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.record import Record
 
 Scale = Literal["block", "tensor"]
 Norm = Literal["l1", "l2", "unbiased"]
+Bits = Literal[1, 4, 8]  # an element
 
-MAGIC = 0x01424231  # "1BB" and the version of this layout
+MAGIC = 0x01424231  # "1BB" and the version of this layout; "4BB" and "8BB" with so many bits
+LEAST = 2.0**-100  # of the largest element of a group: the inverse of a scale below it would not be finite
+GROUP = 256  # elements of a block that share a scale, where an element has several bits
 MOST = 2.0  # times the root mean square of a block: the largest scale with norm="unbiased"
 NORMS: dict[Norm, int] = {"l1": 0, "l2": 1, "unbiased": 2}  # as kernels have them
 NONFINITE = 1  # a flag: the sender found inf or NaN; no rank may use this step's messages
@@ -68,8 +75,13 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def bytes_of_message(scales: int, elements: int) -> int:
-    return 4 * HEADER_WORDS + _aligned(4 * scales) + _aligned(elements // 8)
+def bytes_of_message(scales: int, elements: int, bits: int = 1) -> int:
+    return 4 * HEADER_WORDS + _aligned(4 * scales) + _aligned(elements // 8 * bits)
+
+
+def largest_code(bits: int) -> int:
+    """Return the largest code of so many bits. The least one is its opposite: messages of c and -c are opposite."""
+    return 2 ** (bits - 1) - 1
 
 
 def check_scale(scale: object, norm: object) -> None:
@@ -84,6 +96,11 @@ def check_scale(scale: object, norm: object) -> None:
         )
 
 
+def check_bits(bits: object) -> None:
+    if not (is_whole(bits) and bits in get_args(Bits)):
+        raise ValueError(f"bits={bits!r:.80}: an element has 1, 4 or 8 in a message")
+
+
 @dataclass(frozen=True)
 class Format:
     """The shape of a message, equal on all ranks of a group."""
@@ -91,9 +108,16 @@ class Format:
     layout: Layout
     scale: Scale = "block"
     norm: Norm = "l1"
+    bits: Bits = 1
 
     def __post_init__(self) -> None:
         check_scale(self.scale, self.norm)
+        check_bits(self.bits)
+        if self.bits > 1 and (self.scale, self.norm) != ("block", "l1"):
+            raise ValueError(
+                f"scale={self.scale!r} and norm={self.norm!r} are of messages of 1 bit: with {self.bits} the largest "
+                f"element of {GROUP} decides of their scale. Leave them out"
+            )
 
     def of_means(self) -> Format:
         """The same blocks, for means of messages, which are compressed once more. The mean of a few signs is 0 in many
@@ -101,9 +125,23 @@ class Format:
         the root mean square."""
         return replace(self, norm="l2") if self.norm == "unbiased" else self
 
+    @property
+    def groups(self) -> int:
+        """The number of scales of a block."""
+        return 1 if self.bits == 1 else -(-self.layout.block_size // GROUP)
+
     def scales(self, blocks: int) -> int:
         """The number of scales in the message of a shard of so many blocks."""
-        return blocks if self.scale == "block" else 1
+        return blocks * self.groups if self.scale == "block" else 1
+
+    @property
+    def magic(self) -> int:
+        return MAGIC - 1 + self.bits
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """A code leaves out at most half a step, of which bf16 keeps 8 places more."""
+        return torch.float32 if self.bits == 1 else torch.bfloat16
 
     @property
     def scales_offset(self) -> int:
@@ -117,17 +155,17 @@ class Format:
     def nbytes(self) -> int:
         layout = self.layout
         blocks, elements = np.diff(layout.shards).tolist(), np.diff(layout.starts[layout.shards]).tolist()
-        return max(bytes_of_message(self.scales(b), n) for b, n in zip(blocks, elements, strict=True))
+        return max(bytes_of_message(self.scales(b), n, self.bits) for b, n in zip(blocks, elements, strict=True))
 
     @cached_property
     def fingerprint(self) -> int:
-        text = f"{self.layout.fingerprint} {self.scale} {self.norm} 1"  # 1: bits an element
+        text = f"{self.layout.fingerprint} {self.scale} {self.norm} {self.bits}"
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
     @property
     def header(self) -> tuple[int, int, int, int]:
         """The header words of every message of this format, with no flag set."""
-        return (MAGIC, 0, self.fingerprint, self.layout.shard_blocks)
+        return (self.magic, 0, self.fingerprint, self.layout.shard_blocks)
 
     def empty(self, rows: int, device: torch.device | str = "cpu", senders: int = 1) -> Messages:
         """Uninitialized memory for `rows` messages."""
@@ -155,6 +193,9 @@ class Messages(Record):
             f"{name}_senders": self.senders,
             f"{name}_tensor": form.scale == "tensor",
             f"{name}_norm": NORMS[form.norm],
+            f"{name}_bits": form.bits,
+            f"{name}_groups": form.groups,
+            f"{name}_magic": form.magic,
             f"{name}_fingerprint": form.fingerprint,
             f"{name}_shard_blocks": form.layout.shard_blocks,
         }
@@ -174,14 +215,14 @@ class Messages(Record):
         return self.buffer[:, self.format.scales_offset :]
 
     def scales(self, row: int, shard: Span) -> Tensor:
-        """fp32 [blocks] or [1], of the message of a shard"""
+        """fp32 [blocks * groups] or [1], of the message of a shard"""
         start, form = self.format.scales_offset, self.format
         return self.buffer[row, start : start + 4 * form.scales(shard.count)].view(torch.float32)
 
     def bits(self, row: int, shard: Span) -> Tensor:
         """uint8 [bytes], of the message of a shard"""
         start = self.format.bits_offset(shard.count)
-        return self.buffer[row, start : start + shard.elements // 8]
+        return self.buffer[row, start : start + shard.elements // 8 * self.format.bits]
 
     @property
     def flags(self) -> Tensor:

@@ -1,10 +1,13 @@
 """The Triton passes."""
 
-from onebit.kernels.gpu import adam, codec, lamb, limit, local_steps, scan, zero_one
+from onebit.kernels.gpu import adam, codec, codes, lamb, limit, local_steps, scan, zero_one
 from onebit.kernels.gpu.restore import restore
 from onebit.kernels.passes import Pass
 
-PASSES = adam.PASSES | codec.PASSES | lamb.PASSES | limit.PASSES | local_steps.PASSES | scan.PASSES | zero_one.PASSES
+PASSES = (
+    adam.PASSES | codec.PASSES | codes.PASSES | lamb.PASSES | limit.PASSES | local_steps.PASSES | scan.PASSES
+    | zero_one.PASSES
+)  # fmt: skip
 
 __all__ = ["PASSES", "restore", "run"]
 

@@ -38,7 +38,7 @@ def compress_kernel(
             g_base, g_valid, wide = tiles.pointer(grad, p, offset, valid, GRAD_DTYPE, TILE)
             message = out + shard * out_bytes
             if block_in_shard == 0:
-                tiles.write_header(message, flag, out_fingerprint, out_shard_blocks)
+                tiles.write_header(message, tiles.MAGIC, flag, out_fingerprint, out_shard_blocks)
             if flag == 0:
                 g = tiles.load_tile(g_base, g_valid, wide, TILE)
                 y = tl.load(h + tiles.H_ONE_MINUS_BETA1) * (g * tl.load(h + tiles.H_GRAD_SCALE))
@@ -89,7 +89,7 @@ def average_kernel(
                 tiles.store_flat(residual_before + start, kept, length, TILE)
             _, _, _, valid = tiles.locate(row, length, parameter_table)
             if block == 0:
-                tiles.write_header(out, flag, out_fingerprint, out_shard_blocks)
+                tiles.write_header(out, tiles.MAGIC, flag, out_fingerprint, out_shard_blocks)
             if flag == 0:
                 total = tiles.sum_of_messages(
                     received, block, word, blocks, received_bytes, received_rows, length, TILE, RECEIVED_TENSOR

@@ -336,9 +336,9 @@ def flag_of(found, SENDERS: tl.constexpr):
 
 
 @triton.jit
-def write_header(message, flag, fingerprint, shard_blocks):
+def write_header(message, magic, flag, fingerprint, shard_blocks):
     header = message.to(tl.pointer_type(tl.int32))
-    tl.store(header, MAGIC)
+    tl.store(header, magic)
     tl.store(header + FLAGS_WORD, flag)
     tl.store(header + 2, fingerprint)
     tl.store(header + 3, shard_blocks)

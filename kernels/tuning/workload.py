@@ -21,7 +21,7 @@ from onebit.kernels.data.lamb_state import LambState
 from onebit.kernels.data.layout import BLOCK_SIZE, Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
-from onebit.kernels.data.wire import Format, Messages, Norm, Scale
+from onebit.kernels.data.wire import Bits, Format, Messages, Norm, Scale
 from onebit.kernels.passes import PASSES, Floors, Gradients, Parameters, Pass, Storage
 
 OPTIONS = {
@@ -30,6 +30,9 @@ OPTIONS = {
 }  # fmt: skip
 # Fields, of a pass or of any, that Workload calls by another name.
 CALLED = {
+    ("quantize", "residual"): "code_residual", ("quantize", "out"): "sent_codes",
+    ("average_codes", "residual"): "server_code_residual", ("average_codes", "received"): "received_codes",
+    ("average_codes", "out"): "reply_codes", ("dequantize", "replies"): "codes", ("dequantize", "out"): "decoded",
     ("average", "residual"): "server_residual", ("average", "out"): "reply", ("average", "live"): "live_of_shard",
     ("decode", "out"): "decoded", ("lamb_warmup", "state"): "warmup_state", ("zero_one_full", "live"): "written_live",
     ("", "out"): "sent", ("", "previous"): "momentum", ("", "state"): "statistics_state",
@@ -74,20 +77,23 @@ class Workload:
         bare: bool = False,
         summed: bool = False,
         block_size: int = BLOCK_SIZE,
+        bits: Bits = 4,
     ) -> None:
         sizes = [numels] if isinstance(numels, int) else list(numels)
         self.device, self.dtype = torch.device(device), dtype
         self.scaled, self.bare, self.summed = scaled, bare, summed
         self.layout = Layout(sizes, block_size=block_size, ranks=ranks)
         self.format = Format(self.layout, scale, norm)
+        self.code_format = Format(self.layout, bits=bits)
         self.reply_format = self.format if senders > 1 else self.format.of_means()
         self.span, self.shard = self.layout.all(), self.layout.shard(0, 0)
         # a small model is the same on every device, so that backends can be compared
         self.drawn_on = torch.device("cpu") if self.layout.elements < 2**20 else self.device
         master = dtype != torch.float32 if master is None else master
         self.storage = Storage(
-            dtype.itemsize, master=master, packed=packed, ranks=ranks, masked=masked, senders=senders, kept=kept
-        )
+            dtype.itemsize, master=master, packed=packed, ranks=ranks, masked=masked, senders=senders, kept=kept,
+            bits=bits,
+        )  # fmt: skip
         self.buffers: dict[str, Any] = {}  # those that a pass has needed so far
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +119,7 @@ class Workload:
         """One of a pass: the buffer with the name of the field, where the pass has no other."""
         match name, field:
             case _, "span":
-                return self.shard if name == "average" else self.span
+                return self._span_of(name)
             case _, "x":
                 return Parameters(self.params, self.master)
             case _, "g":
@@ -134,8 +140,11 @@ class Workload:
 
     def _bytes(self, name: str) -> int:
         each = PASSES[name].moves(self.storage)
-        span = self.shard if name == "average" else self.span
+        span = self._span_of(name)
         return round(each * int(span.counts().sum()))
+
+    def _span_of(self, name: str) -> Span:
+        return self.shard if name in ("average", "average_codes") else self.span
 
     def unwritten(self, form: Format, rows: int) -> Messages:
         """Messages whose every scale is NaN."""
@@ -190,14 +199,15 @@ class Workload:
             shard = shards[row // senders]
             scales = messages.scales(row, shard)
             scales.copy_(torch.rand(scales.shape, generator=source, device=self.drawn_on).add_(0.5).mul_(0.1))
-            messages.bits(row, shard).bitwise_and_(self._valid_bits(shard))
+            messages.bits(row, shard).bitwise_and_(self._valid_bits(shard, form.bits))
         return messages
 
-    def _valid_bits(self, span: Span) -> Tensor:
-        """1 for the bits of valid elements."""
+    def _valid_bits(self, span: Span, each: int) -> Tensor:
+        """1 for the bits of valid elements, each of which has so many."""
         places = np.broadcast_to(np.arange(self.layout.block_size), (span.count, self.layout.block_size))
         counts, room = span.counts()[:, None], places < span.lengths()[:, None]
-        return torch.from_numpy(np.packbits((places < counts)[room], bitorder="little")).to(self.device)
+        valid = np.repeat((places < counts)[room], each)
+        return torch.from_numpy(np.packbits(valid, bitorder="little")).to(self.device)
 
 
 # The buffers of a workload. decay: far enough from 1 that the same reply, again and again, adds up to no more than ten
@@ -225,6 +235,12 @@ MADE: dict[str, Callable[[Workload], Any]] = {
     "reply": lambda w: w.unwritten(w.reply_format, 1),
     "residual": lambda w: w.made_residual("residual", w.span, w.format),
     "server_residual": lambda w: w.made_residual("server_residual", w.shard, w.reply_format),
+    "codes": lambda w: w.messages("codes", w.span, w.code_format, w.storage.senders),
+    "received_codes": lambda w: w.messages("received_codes", w.shard, w.code_format),
+    "sent_codes": lambda w: w.unwritten(w.code_format, w.layout.ranks),
+    "reply_codes": lambda w: w.unwritten(w.code_format, 1),
+    "code_residual": lambda w: w.made_residual("code_residual", w.span, w.code_format),
+    "server_code_residual": lambda w: w.made_residual("server_code_residual", w.shard, w.code_format),
     "folded": lambda w: w.made_residual("folded", w.span, w.format),
     "live": lambda w: w.mask(w.span) if w.storage.masked else None,
     "live_of_shard": lambda w: w.mask(w.shard) if w.storage.masked else None,

@@ -148,8 +148,9 @@ class Setup:
         if options.overlap:  # what leaves early matters more than what a chunk costs
             return max(self._possible_chunks(numel))
         chunks = Chunking(
-            self.topology, numel, self.device, options.scale, self.norm, options.block_size, self.exchange_class
-        ).choose()
+            self.topology, numel, self.device, options.scale, self.norm,
+            block_size=options.block_size, exchange_class=self.exchange_class,
+        ).choose()  # fmt: skip
         if self.topology.shard is None:
             return chunks
         fewest = torch.tensor([-chunks], dtype=torch.int32, device=self.device)  # a state has one number for all shards

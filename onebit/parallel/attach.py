@@ -17,6 +17,7 @@ from onebit.optim.sharding import is_sharded
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.attached import Attached, hook_of_ddp, refuse_left_out
 from onebit.parallel.buckets import keep_buffers_the_same
+from onebit.parallel.hooks import register
 from onebit.parallel.unwrap import ddp_of, own_optimizer
 
 
@@ -148,22 +149,8 @@ def _refuse_ignored(ddp: DistributedDataParallel, inner: OneBitOptimizer) -> Non
 
 
 def _register(ddp: DistributedDataParallel) -> Attached:
-    """The hook, of which a model has one."""
     attached = Attached(ddp)
-    before = list(ddp._comm_hooks)
-    try:
-        ddp.register_comm_hook(attached, hook_of_ddp)
-    except RuntimeError as refused:
-        ddp._comm_hooks[:] = before
-        if ddp.mixed_precision is not None:
-            why = "mixed_precision has one. Wrap the model anew without it; take torch.autocast, or gradient_dtype"
-        else:
-            others = ", ".join(getattr(hook, "__name__", repr(hook)) for hook, _ in before) or "a built-in one"
-            why = f"register_comm_hook was called with another one ({others}). Wrap the model anew without that call"
-        raise ValueError(
-            f"the model has a communication hook already, which says how its gradients are averaged, and DDP takes one "
-            f"alone: {why}"
-        ) from refused
+    register(ddp, attached, hook_of_ddp)
     ddp.register_forward_pre_hook(_refuse_join)
     ddp.register_forward_hook(keep_buffers_the_same)
     return attached

@@ -27,7 +27,7 @@ from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.state import State
 from onebit.optimizers.optimizer import OneBitOptimizer
 from onebit.parallel.buckets import forget_used, leave_out_buckets
-from onebit.parallel.ddp_hook import local
+from onebit.parallel.hooks import leave_as_is
 
 _AVERAGING = "averaging gradients while backward runs (all-reduce)"
 _STATE = attrgetter("run.state")
@@ -155,7 +155,7 @@ def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Ten
     if len(set(ways.values())) == 1:
         way = ways[owners[0]]
         if way is None:
-            return local(bucket)
+            return leave_as_is(bucket)
         hook = allreduce_hook if way.wire == own else _NARROW[way.wire]
         return _with_help(partial(hook, way.group, bucket))
     parts: dict[_Way | None, list[Tensor]] = {}

@@ -10,16 +10,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from onebit.collectives.averaging import narrower
+from onebit.collectives.topology import Topology
 from onebit.collectives.waits import Waits
 from onebit.kernels import streams
+from onebit.kernels.data.wire import Bits
 from onebit.kernels.log import tell
 from onebit.kernels.streams import capturing
 from onebit.optim.run import Run
@@ -53,7 +56,7 @@ class Report:
     uncompressed: Steps
     compressed: Steps
     local: Steps  # without any exchange
-    skipped: int  # of all of them; a number that is read one step late where the report was not asked for
+    skipped: int | None  # of all of them; read one step late where the report was not asked for. None: not known
     sent: float
     sent_by_fp32: float  # by all-reduces of as many steps
     sent_by_fp16: float
@@ -63,6 +66,7 @@ class Report:
     left: int = 0  # ranks, since this process built the optimizer: see onebit.reform
     came: int = 0
     reforming: float = 0.0  # seconds in which no step was taken since ranks left and came
+    bits: int = 1  # of an element in compressed steps
 
     @property
     def speed_up(self) -> float | None:
@@ -84,7 +88,7 @@ class Report:
     @property
     def verdict(self) -> str:
         first = ""
-        if self.skipped >= 3 and 10 * self.skipped >= self._taken:
+        if self.skipped is not None and self.skipped >= 3 and 10 * self.skipped >= self._taken:
             why = "since gradients were not finite: look at that first"
             first = f"{self.skipped} of {self._taken} steps were skipped, {why}. "
         if self.ddp_averages:
@@ -95,7 +99,7 @@ class Report:
 
     def numbers(self) -> dict[str, float]:
         """Return what other logs can take, by name."""
-        found = {
+        found: dict[str, float | None] = {
             "speed_up": self.speed_up, "run_speed_up": self.run_speed_up, "sent_bytes": self.sent,
             "sent_bytes_by_fp32": self.sent_by_fp32, "skipped_steps": self.skipped,
             "ranks_left": self.left, "ranks_came": self.came, "seconds_of_reforms": self.reforming,
@@ -116,14 +120,15 @@ class Report:
             slow, local = self.uncompressed.seconds, self.local.seconds
             alone = f", local steps {slow / local:.1f} times" if slow and local else ""
             run = f"{alone}; over this run so far {self.run_speed_up:.1f} times"
-            return f"1-bit steps are {self.speed_up:.1f} times as fast as uncompressed ones{run}"
+            return f"{self.bits}-bit steps are {self.speed_up:.1f} times as fast as uncompressed ones{run}"
         share = self.uncompressed.waiting
         why = "" if share is None else f": the network takes {share:.0%} of an uncompressed step"
-        return f"no gain{why}; 1-bit steps take {1 / self.speed_up:.2f} times as long as uncompressed ones"
+        return f"no gain{why}; {self.bits}-bit steps take {1 / self.speed_up:.2f} times as long as uncompressed ones"
 
     def __str__(self) -> str:
         lines = [self.verdict]
-        kinds = {"uncompressed": self.uncompressed, "1 bit": self.compressed}
+        few_bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
+        kinds = {"uncompressed": self.uncompressed, few_bits: self.compressed}
         if self.local.taken:
             kinds["local"] = self.local
         for name, steps in kinds.items():
@@ -131,7 +136,8 @@ class Report:
             share = "" if steps.waiting is None else f", {steps.waiting:.0%} of it waiting for messages"
             wire = f" in {self.wire}" if self.wire and name == "uncompressed" else ""
             lines.append(f"{name:13} {steps.taken:>7} steps{wire}, {timed}{share}")
-        lines.append(f"{'skipped':13} {self.skipped:>7} of these")
+        if self.skipped is not None:
+            lines.append(f"{'skipped':13} {self.skipped:>7} of these")
         if self.left or self.came:
             lines.append(f"{'ranks':13} {self.left} left, {self.came} came, in {self.reforming:.2f} s without a step")
         if self.sent:
@@ -198,7 +204,7 @@ class PayOff:
         also before the state was saved that this run goes on from."""
         state, topology, wire = run.state, run.setup.topology, run.setup.options.gradient_dtype
         taken = self.taken
-        ring = 2 * (topology.nodes - 1) / topology.nodes / topology.slices  # of an all-reduce's bytes, over the network
+        ring = _ring(topology)
         elements = ring * sum(sum(each.numels) for each in state.states)
         uncompressed, apart = (
             ring * sum(sum(each.numels) * narrower(each.dtype, wire).itemsize for each in states)
@@ -225,6 +231,24 @@ class PayOff:
             reforming=self._reforming,
         )
 
+    def report_on_gradients(self, gradients: Sequence[Tensor], topology: Topology, sent: int, bits: Bits) -> Report:
+        """gradients: those that are averaged in every step, uncompressed at first. sent: bytes in messages."""
+        ring, taken = _ring(topology), self.taken
+        elements, nbytes = (
+            ring * sum(sizes) for sizes in ([g.numel() for g in gradients], [g.nbytes for g in gradients])
+        )
+        return Report(
+            uncompressed=self.steps("uncompressed", waits_here=False),
+            compressed=self.steps("1 bit", waits_here=False),
+            local=self.steps("local", waits_here=False),
+            skipped=None,
+            sent=sent + taken["uncompressed"] * nbytes,
+            sent_by_fp32=sum(taken.values()) * 4 * elements,
+            sent_by_fp16=sum(taken.values()) * 2 * elements,
+            processes=topology.everyone.size,
+            bits=bits,
+        )
+
     def _mark(self) -> Any:
         """This moment: of the stream on a GPU, else of the host."""
         return streams.mark(self._device, timing=True) if streams.has_streams(self._device) else self._now()
@@ -243,6 +267,11 @@ class PayOff:
             if kind is not None:
                 self._seconds[kind].append(seconds)
                 self._waited[kind].append(waits.total())
+
+
+def _ring(topology: Topology) -> float:
+    """The share of an all-reduce's bytes that a rank sends over the network."""
+    return 2 * (topology.nodes - 1) / topology.nodes / topology.slices
 
 
 def _size(nbytes: float) -> str:

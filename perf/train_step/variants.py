@@ -26,7 +26,7 @@ from onebit.collectives.waits import Waits
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 from onebit.optim.zero_one import ZeroOne
 from onebit.optimizers.optimizer import OneBitOptimizer
-from onebit.parallel.ddp_hook import local
+from onebit.parallel.hooks import leave_as_is
 from perf.learn.model import gpt2
 from perf.learn.plan import GPT2_SMALL, REHEARSAL
 from perf.learn.plan import Shape as Gpt2Shape
@@ -164,7 +164,7 @@ class Variant:
             attach(model, ours)
             return Trainee(model, ours, lambda: ours.compressing)
         if issubclass(self.optimizer, LocalSGD):
-            model.register_comm_hook(None, lambda _, bucket: local(bucket))
+            model.register_comm_hook(None, lambda _, bucket: leave_as_is(bucket))
             alone = self.optimizer(model.parameters(), transport_for(), **common, fused=True, **self.options)  # type: ignore[arg-type]
             return Trainee(model, alone, lambda: False)
         optimizer = self.optimizer(model.parameters(), **common, fused=True)  # type: ignore[call-arg]

@@ -1,0 +1,300 @@
+"""Gradients averaged with 1, 4 or 8 bits an element, for any optimizer.
+
+    compression = onebit.compress_gradients(ddp, bits=4)
+
+What compression leaves out is kept on both sides and sent with the next step's gradients. Residuals belong to
+parameters, not to buckets, since DDP rebuilds its buckets after the first iteration: then their means over the ranks
+move along, after an uncompressed all-reduce. DDP calls the hook for one bucket after the other, in the same order on
+all ranks, and each call starts and ends its collectives itself, so that their order is the same on all ranks too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from onebit.collectives import CompressedAllReduce
+from onebit.collectives.averaging import average_
+from onebit.collectives.loading import ON_HOST, check_names, checked_bytes, checked_residual
+from onebit.collectives.reply import AskedReply, check_reply
+from onebit.collectives.topology import Topology
+from onebit.kernels import streams
+from onebit.kernels.data.wire import Bits, check_bits
+from onebit.kernels.log import tell
+from onebit.optim.memory_order import as_stored, order_of
+from onebit.optim.sharding import as_whole, local, part_of, shard_group
+from onebit.parallel.hooks import leave_as_is, register
+from onebit.parallel.unwrap import ddp_of, own_module
+from onebit.report.pay_off import PayOff, Report
+from onebit.warning import warn
+
+UNCOMPRESSED = 4  # first steps of a run, which say how long a step takes without compression
+Names = tuple[str, ...]
+
+
+def compress_gradients(
+    model: nn.Module,
+    bits: Bits = 4,
+    *,
+    process_group: Any = None,
+    node_group: Any = None,
+    reply: AskedReply = "auto",
+) -> "Compression":
+    """Average a model's gradients with few bits an element, under any optimizer.
+
+    Call it before the first backward pass. Gradients of a model in DistributedDataParallel are averaged while backward
+    runs. With any other, one that `fully_shard` has sharded included, call what is returned after backward and before
+    clipping: `compression()`.
+
+    The first 4 steps of a run are averaged uncompressed, and timed, for `report()`.
+
+    Args:
+        model: the model, wrapped or not.
+        bits: of an element on the wire. 8 ends at the loss of uncompressed gradients, 4 nearly; 1 is for SGD alone.
+        process_group: the group to average over; None for DDP's, or the default group. With `fully_shard` the replicas:
+            mesh.get_group("replicate").
+        node_group: two levels, as for `CompressedAllReduce`.
+        reply: as for `CompressedAllReduce`.
+
+    Returns:
+        What keeps the residuals, for `synchronize()`, `state_dict()` and `report()`.
+    """
+    inner = own_module(model, "compress_gradients")
+    ddp, _ = ddp_of(model) or (None, inner)
+    if ddp is None:
+        return Compression(inner, bits, process_group, node_group, reply)
+    compression = Compression(inner, bits, process_group or ddp.process_group, node_group, reply)
+    register(ddp, compression, average_bucket)
+    compression.in_backward = True
+    return compression
+
+
+class Compression:
+    """Averages a model's gradients, and keeps what compression has left out. `compress_gradients` makes it.
+
+    To save it, call `synchronize()` on every rank. Then `state_dict()` is the same on all of them, and loads on any
+    number of ranks. A copied or saved model has none of it, and averages as DDP does.
+    """
+
+    def __init__(self, model: nn.Module, bits: Bits, process_group: Any, node_group: Any, reply: AskedReply) -> None:
+        check_bits(bits)
+        check_reply(reply)
+        self.bits, self.in_backward = bits, False
+        self._groups, self._reply = (process_group, node_group), reply
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self._names: dict[Tensor, str] = {p: name for name, p in self._parameters.items()}
+        self._topology: Topology | None = None
+        shards = shard_group([{"params": [*self._parameters.values()]}])
+        if shards is not None:
+            self._topology = Topology.of_shards(process_group, shards)
+        self._side: streams.Stream | None = None
+        self._reducers: dict[Names, CompressedAllReduce] = {}
+        self._residuals: dict[str, Tensor] = {}  # of parameters without a reducer
+        self._sent = self._before = (
+            0  # bytes of reducers that there were, and of them those before the state was loaded
+        )
+        self._steps = 0  # of the run
+        self._pay_off: PayOff | None = None
+
+    def __call__(self) -> None:
+        """Average the gradients that backward has left, in place. A collective call.
+
+        A parameter without a gradient counts as one with zeros. Where a gradient is not finite on any rank all are NaN
+        on every rank: `GradScaler` and `clip_grad_norm_` see that, and the residuals stay as they were.
+        """
+        if self.in_backward:
+            raise RuntimeError("DistributedDataParallel has averaged the gradients in backward: leave this call out")
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        with torch.no_grad():
+            self._average(tuple(trained), [_gradient(p) for p in trained.values()])
+            self._step_ended()
+
+    def average_bucket(self, bucket: GradBucket) -> None:
+        """Average a bucket of DDP's in place."""
+        parameters, flat = bucket.parameters(), bucket.buffer()
+        self._average(tuple(map(self._name, parameters)), list(flat.split([p.numel() for p in parameters])))
+        if bucket.is_last():
+            self._step_ended()
+
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[None]:
+        """Enter the side stream of a GPU: what is done in here waits for the present stream, and not the other way
+        round. DDP has a bucket's memory until it has waited for what the hook returns."""
+        if not streams.has_streams(device):
+            yield
+            return
+        self._side = self._side or streams.new(device)
+        streams.join(self._side, streams.current(device))
+        with streams.within(self._side):
+            yield
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank has sent in messages."""
+        return self._sent + sum(r.wire_bytes for r in self._reducers.values())
+
+    def report(self) -> Report:
+        """Tell whether it pays: how long steps take with compression and without, and what was sent."""
+        gradients = [local(p) for p in self._parameters.values() if p.requires_grad]
+        sent = self.wire_bytes - self._before
+        return self._timed().report_on_gradients(gradients, self._found(), sent, self.bits)
+
+    def synchronize(self) -> None:
+        """Make the residuals the same on all ranks, their mean: later steps go on from it. A collective call."""
+        with self._before_side():
+            for reducer in self._reducers.values():
+                reducer.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, without communication. Call `synchronize()` on every rank before.
+
+        Returns:
+            The residual of each parameter, in its shape, the bytes that were sent, and the steps of the run. Residuals
+            are left out, with a warning, if gradients were averaged since `synchronize()`: loading sets them to zero.
+        """
+        residuals = dict(self._residuals)
+        synchronized = {names: reducer for names, reducer in self._reducers.items() if reducer.synchronized}
+        with self._before_side():
+            for names, reducer in synchronized.items():
+                residuals |= self._residuals_of(names, reducer)
+        if len(synchronized) < len(self._reducers):
+            warn(
+                "state_dict() of compressed gradients leaves residuals out: each rank has its own since the last step. "
+                "Call synchronize() on every rank before state_dict()"
+            )
+        whole = {name: as_whole(value, self._parameters[name]) for name, value in residuals.items()}
+        return {"residuals": whole, "sent": self.wire_bytes, "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the residuals that were saved, on any number of ranks and with any options. Every rank loads them.
+
+        Args:
+            state: what `state_dict()` returned.
+        """
+        check_names(state, ("residuals", "sent", "steps"), "compressed gradients")
+        residuals = state["residuals"]
+        if not isinstance(residuals, Mapping):
+            raise TypeError(f"residuals are a dict by parameter names, not a {type(residuals).__name__}")
+        if unknown := residuals.keys() - self._parameters.keys():
+            raise ValueError(f"the model has no parameter {unknown.pop()!r:.80}: the state is another model's")
+        loaded = {}
+        for name, value in residuals.items():
+            parameter = self._parameters[name]
+            loaded[name] = checked_residual(part_of(value, parameter), local(parameter).shape, name)
+        sent, steps = checked_bytes(state["sent"]), checked_bytes(state["steps"])
+        self._sent, self._before, self._steps, self._residuals = sent, sent, steps, loaded
+        with self._before_side():
+            for names, reducer in self._reducers.items():
+                self._fill(reducer, names)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def _name(self, parameter: Tensor) -> str:
+        if parameter not in self._names:
+            raise ValueError(
+                "a gradient belongs to a parameter that the model did not have when compress_gradients was called: "
+                "call it with the model that DistributedDataParallel wraps"
+            )
+        return self._names[parameter]
+
+    def _found(self) -> Topology:
+        if self._topology is None:
+            self._topology = Topology.of(*self._groups, next(iter(self._parameters.values())).device)
+        return self._topology
+
+    def _average(self, names: Names, tensors: list[Tensor]) -> None:
+        """Average tensors in place, the gradients of these parameters."""
+        topology = self._found()
+        if self._steps < UNCOMPRESSED:
+            over: Any = topology.everyone if topology.shard is None else topology.replicas
+            average_(tensors, over)
+            return
+        if names not in self._reducers:
+            self._add(names, tensors)
+        self._reducers[names](tensors)
+
+    def _step_ended(self) -> None:
+        """Count a step, and tell once whether it pays."""
+        compressed, self._steps = self._steps >= UNCOMPRESSED, self._steps + 1
+        due = self._timed().step_ended("1 bit" if compressed else "uncompressed")
+        if due and self._found().everyone.rank == 0:
+            tell("%s", self.report())
+
+    def _timed(self) -> PayOff:
+        if self._pay_off is None:
+            self._pay_off = PayOff(next(iter(self._parameters.values())).device)
+        return self._pay_off
+
+    def _add(self, names: Names, tensors: Sequence[Tensor]) -> None:
+        """A reducer for a new bucket, with the residuals its parameters had in others: the means over the ranks."""
+        for key in [key for key in self._reducers if not set(key).isdisjoint(names)]:
+            old = self._reducers.pop(key)
+            old.synchronize()
+            self._residuals |= self._residuals_of(key, old)
+            self._sent += old.wire_bytes
+        self._reducers[names] = reducer = CompressedAllReduce(
+            [t.numel() for t in tensors],
+            device=tensors[0].device,
+            bits=self.bits,
+            reply=self._reply,
+            chunks=1 if self.in_backward else "auto",
+            process_group=self._found(),
+        )
+        self._fill(reducer, names)
+
+    @contextmanager
+    def _before_side(self) -> Iterator[None]:
+        """Order a GPU's side stream after this: what is done `beside` later, and what takes the memory of residuals,
+        waits for what is done in here."""
+        yield
+        if self._side is not None:
+            streams.join(self._side, streams.current(self._side.device))
+
+    def _residuals_of(self, names: Names, reducer: CompressedAllReduce) -> dict[str, Tensor]:
+        """Each parameter's, in its shape. A bucket has a parameter's elements in the order of its memory."""
+        found = {}
+        for name, own in zip(names, reducer.state_dict()["residual"], strict=True):
+            found[name] = torch.zeros_like(local(self._parameters[name]), **ON_HOST)
+            _in_memory(found[name]).copy_(own)
+        return found
+
+    def _fill(self, reducer: CompressedAllReduce, names: Names) -> None:
+        """Move residuals into a reducer; zero where there is none."""
+        residual = []
+        for name in names:
+            own = torch.zeros_like(local(self._parameters[name]), **ON_HOST)
+            if name in self._residuals:
+                own.copy_(self._residuals.pop(name))
+            residual.append(_in_memory(own))
+        reducer.load_state_dict({"residual": residual, "wire_bytes": 0})
+
+
+def average_bucket(compression: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients, in DDP's place. On a GPU in a stream of its own, beside backward."""
+    with compression.beside(bucket.buffer().device):
+        compression.average_bucket(bucket)
+        return leave_as_is(bucket)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """The elements of this rank's gradient in the order of the parameter's memory. Zeros where there is none."""
+    own = local(parameter)
+    if parameter.grad is None:
+        parameter.grad = as_whole(torch.zeros_like(own), parameter)
+    grad = local(parameter.grad)
+    if grad.layout is not torch.strided:
+        return grad  # which is refused by name
+    order = order_of(own)
+    if not as_stored(grad, order).is_contiguous():
+        grad = torch.empty_like(own).copy_(grad)
+        parameter.grad = as_whole(grad, parameter)
+    return as_stored(grad, order).view(-1)
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
