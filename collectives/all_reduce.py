@@ -122,7 +122,7 @@ class CompressedAllReduce:
             numels, topology, exchange_class = self.numels, self.topology, self._exchange_class
             form, block_size, nodes = self._form, self._block_size, topology.node is not None
             common = facts(numels, block_size, "auto", *form, exchange_class.reply_option, nodes)
-            agree(topology.everyone, self.device, common)
+            agree(topology.data_parallel, self.device, common)
             chunking = Chunking(topology, sum(numels), self.device, *form, block_size, exchange_class)
             self.exchange = self._build(chunking.choose())
             self.exchange.load_residual(self._residual or self._zeros())
