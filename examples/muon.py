@@ -1,4 +1,4 @@
-"""Data-parallel SGD with 1 bit an element on the wire:   torchrun --nproc-per-node 2 examples/ddp_sgd.py"""
+"""torch's Muon with gradients of 4 bits on the wire, without DDP:   torchrun --nproc-per-node 2 examples/muon.py"""
 
 import os
 
@@ -16,26 +16,25 @@ def main(steps: int = 200) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1)).to(device)
 
-    ddp = nn.parallel.DistributedDataParallel(model)
-    state = onebit.OneBitState(model)
-    ddp.register_comm_hook(state, onebit.onebit_hook)  # the only two lines that differ
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
+    compression = onebit.compress_gradients(model, bits=4)
+    matrix, others = model[0].weight, [p for p in model.parameters() if p is not model[0].weight]
+    optimizers = [torch.optim.Muon([matrix], lr=1e-2), torch.optim.AdamW(others, lr=1e-2)]
 
     data = torch.Generator().manual_seed(dist.get_rank())
     weights = torch.linspace(-0.2, 0.2, 64)
     for _ in range(steps):
         x = torch.randn(64, 64, generator=data)
         y = torch.sin(x @ weights).unsqueeze(1)
-        loss = nn.functional.mse_loss(ddp(x.to(device)), y.to(device))
-        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x.to(device)), y.to(device))
+        model.zero_grad()
         loss.backward()
-        optimizer.step()
+        compression()  # after backward, before clipping
+        for optimizer in optimizers:
+            optimizer.step()
 
-    dense = (
-        2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4 * steps * sum(p.numel() for p in model.parameters())
-    )
+    report = compression.report()
     if dist.get_rank() == 0:
-        print(f"loss {loss.item():.4f}; sent {state.wire_bytes:,} bytes where a fp32 ring sends {dense:,.0f}")
+        print(f"loss {loss.item():.4f}; sent {report.sent:,.0f} bytes where a fp32 ring sends {report.sent_by_fp32:,.0f}")
     dist.barrier()
     dist.destroy_process_group()
 
