@@ -32,7 +32,9 @@ def main(steps: int = 200) -> None:
 
     report = compression.report()
     if dist.get_rank() == 0:
-        print(f"loss {loss.item():.4f}; sent {report.sent:,.0f} bytes where a fp32 ring sends {report.sent_by_fp32:,.0f}")
+        print(
+            f"loss {loss.item():.4f}; sent {report.sent:,.0f} bytes where a fp32 ring sends {report.sent_by_fp32:,.0f}"
+        )
     dist.barrier()
     dist.destroy_process_group()
 

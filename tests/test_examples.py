@@ -27,7 +27,7 @@ NEEDS = {
     "trl_lora.py": ["trl", "peft"],
 }
 STEPS = {"elastic.py": 500}  # a person who pulls a cable needs more
-TIMES = {"ddp.py": 8}  # less is sent, full-precision steps counted; of others compressed steps alone: 20
+TIMES = {"ddp.py": 8, "ddp_adamw.py": 6, "muon.py": 6}  # less is sent, full-precision steps counted; of others: 20
 
 
 def start(rank: int, size: int, example: str, port: int, each: int, *arguments: str) -> str:

@@ -77,6 +77,9 @@ class Compression:
 
     To save it, call `synchronize()` on every rank. Then `state_dict()` is the same on all of them, and loads on any
     number of ranks. A copied or saved model has none of it, and averages as DDP does.
+
+    Args:
+        model, bits, process_group, node_group, reply: as for `compress_gradients`.
     """
 
     def __init__(self, model: nn.Module, bits: Bits, process_group: Any, node_group: Any, reply: AskedReply) -> None:
@@ -137,7 +140,11 @@ class Compression:
         return self._sent + sum(r.wire_bytes for r in self._reducers.values())
 
     def report(self) -> Report:
-        """Tell whether it pays: how long steps take with compression and without, and what was sent."""
+        """Tell whether it pays.
+
+        Returns:
+            How long steps take with compression and without, and what was sent: as an optimizer's `report()`.
+        """
         gradients = [local(p) for p in self._parameters.values() if p.requires_grad]
         sent = self.wire_bytes - self._before
         return self._timed().report_on_gradients(gradients, self._found(), sent, self.bits)

@@ -20,6 +20,8 @@ from onebit.parallel.compression import UNCOMPRESSED
 from tests.onebit.runs import bits, nodes_of, on_ranks, on_warnings, same, snapshot
 from tests.ranks import group, run_ranks
 
+FORGOTTEN = {"residuals": {}, "sent": 0, "steps": UNCOMPRESSED}  # what a run past its first steps would have saved
+
 
 def model():
     torch.manual_seed(0)
@@ -172,8 +174,7 @@ def steps_of(rank, size, saved, loads, steps):
     """Return where a run of so many ranks ends, and its state; `loads`: the ranks that load one."""
     run = Run()
     if saved is not None:
-        run.load({**saved, "compression": saved["compression"] if rank in loads else run.compression.state_dict()})
-        run.compression._steps = UNCOMPRESSED
+        run.load(saved if rank in loads else {**saved, "compression": FORGOTTEN})
     run.steps(steps, rank, size)
     return snapshot(run.state())
 
@@ -297,7 +298,7 @@ def test_the_report_compares_with_the_first_steps(rank, size):
 def alone(net, of_bits=4):
     """Compression of one process's gradients, past its first steps."""
     compression = onebit.compress_gradients(net, of_bits)
-    compression.load_state_dict({"residuals": {}, "sent": 0, "steps": UNCOMPRESSED})
+    compression.load_state_dict(FORGOTTEN)
     return compression
 
 

@@ -43,7 +43,7 @@ def way(
         options_of_ddp = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": views}
         wrapped = DistributedDataParallel(net, process_group=group, **options_of_ddp)
     if how == "hook":
-        wrapped.register_comm_hook(onebit.OneBitState(net, group, block_size=256), onebit.onebit_hook)
+        onebit.compress_gradients(wrapped, bits=4)
         optimizer: Any = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
     else:
         own = {"var_update_scaler": 2} if kind == "ZeroOneAdam" else {"freeze_step": FREEZE}
