@@ -234,10 +234,31 @@ class CompressedAllReduce:
             self.exchange.wire_bytes = 0
             self.exchange.load_residual(loaded)
 
+    def residuals(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return e and E of each tensor, for an all-reduce of the same ranks that goes on with them. A collective call.
+
+        Returns:
+            This rank's e, and E of all servers.
+        """
+        exchange = self.prepare()
+        served = exchange.gathered_server_residual()
+        return self._parts(exchange), self._zeros() if served is None else self._of_tensors(exchange, served.cpu())
+
+    def load_residuals(self, own: Sequence[Tensor], served: Sequence[Tensor]) -> None:
+        """Go on from e and E of each tensor. A collective call.
+
+        Args:
+            own, served: what `residuals` of another all-reduce returned.
+        """
+        self.prepare().load_residual(own, served)
+        self._residual = None
+
     def _parts(self, exchange: Exchange) -> list[Tensor]:
         """Each tensor's residual: with one level in the exchange's memory, with two gathered on the host."""
         one_level = self.topology.node is None
-        whole = exchange.residual.value if one_level else exchange.gathered_residual().cpu()
+        return self._of_tensors(exchange, exchange.residual.value if one_level else exchange.gathered_residual().cpu())
+
+    def _of_tensors(self, exchange: Exchange, whole: Tensor) -> list[Tensor]:
         offsets = exchange.layout.offset.tolist()
         return [whole[offset : offset + numel] for offset, numel in zip(offsets, self.numels, strict=True)]
 

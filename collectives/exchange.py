@@ -342,8 +342,8 @@ class Exchange(ABC):
         for residual in self.residuals.values():
             residual.materialize()
 
-    def load_residual(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor's residual becomes e, of which this rank has its slice, and E = 0."""
+    def load_residual(self, tensors: Sequence[Tensor], served: Sequence[Tensor] | None = None) -> None:
+        """Each tensor's residual becomes e, of which this rank has its slice, and E that of `served`, or 0."""
         for residual in self.residuals.values():
             residual.value.zero_()
             if residual.scale is not None:
@@ -351,6 +351,10 @@ class Exchange(ABC):
         for chunk in self.chunks:
             for s in chunk.slice.segments():
                 chunk.residual.value[s.offset : s.offset + s.stop - s.start] = tensors[s.parameter][s.start : s.stop]
+            if served is not None and chunk.server is not None:
+                for s in chunk.server.shard.segments():
+                    value = served[s.parameter][s.start : s.stop]
+                    chunk.server.residual.value[s.offset : s.offset + s.stop - s.start] = value
 
 
 def _served(chunk: Chunk, start: int, elements: int) -> Iterator[tuple[slice, Tensor]]:

@@ -3,9 +3,10 @@
     compression = onebit.compress_gradients(ddp, bits=4)
 
 What compression leaves out is kept on both sides and sent with the next step's gradients. Residuals belong to
-parameters, not to buckets, since DDP rebuilds its buckets after the first iteration: then their means over the ranks
-move along, after an uncompressed all-reduce. DDP calls the hook for one bucket after the other, in the same order on
-all ranks, and each call starts and ends its collectives itself, so that their order is the same on all ranks too.
+parameters, not to buckets: where DDP rebuilds its buckets, after its first iteration, they move along, a server's to
+the rank that serves the parameter then, so that no bit depends on the buckets. DDP calls the hook for one bucket after
+the other, in the same order on all ranks, and each call starts and ends its collectives itself, so that their order is
+the same on all ranks too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from onebit.collectives.topology import Topology
 from onebit.kernels import streams
 from onebit.kernels.data.wire import Bits, check_bits
 from onebit.kernels.log import tell
-from onebit.optim.memory_order import as_stored, order_of
+from onebit.optim.memory_order import as_stored, in_shape, order_of
 from onebit.optim.sharding import as_whole, local, part_of, shard_group
 from onebit.parallel.hooks import leave_as_is, register
 from onebit.parallel.unwrap import ddp_of, own_module
@@ -95,7 +96,8 @@ class Compression:
             self._topology = Topology.of_shards(process_group, shards)
         self._side: streams.Stream | None = None
         self._reducers: dict[Names, CompressedAllReduce] = {}
-        self._residuals: dict[str, Tensor] = {}  # of parameters without a reducer
+        self._residuals: dict[str, Tensor] = {}  # of parameters without a reducer, in the order of their memory
+        self._served: dict[str, Tensor] = {}  # E of those, where ranks have residuals of their own
         self._sent = self._before = (
             0  # bytes of reducers that there were, and of them those before the state was loaded
         )
@@ -154,6 +156,10 @@ class Compression:
         with self._before_side():
             for reducer in self._reducers.values():
                 reducer.synchronize()
+            for name, served in self._served.items():
+                average_([self._residuals[name]], self._everyone())
+                self._residuals[name].add_(served)
+            self._served.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, without communication. Call `synchronize()` on every rank before.
@@ -162,17 +168,17 @@ class Compression:
             The residual of each parameter, in its shape, the bytes that were sent, and the steps of the run. Residuals
             are left out, with a warning, if gradients were averaged since `synchronize()`: loading sets them to zero.
         """
-        residuals = dict(self._residuals)
+        own = {name: value for name, value in self._residuals.items() if name not in self._served}
         synchronized = {names: reducer for names, reducer in self._reducers.items() if reducer.synchronized}
         with self._before_side():
             for names, reducer in synchronized.items():
-                residuals |= self._residuals_of(names, reducer)
-        if len(synchronized) < len(self._reducers):
+                own |= zip(names, reducer.state_dict()["residual"], strict=True)
+        if self._served or len(synchronized) < len(self._reducers):
             warn(
                 "state_dict() of compressed gradients leaves residuals out: each rank has its own since the last step. "
                 "Call synchronize() on every rank before state_dict()"
             )
-        whole = {name: as_whole(value, self._parameters[name]) for name, value in residuals.items()}
+        whole = {name: as_whole(self._in_shape(name, value), self._parameters[name]) for name, value in own.items()}
         return {"residuals": whole, "sent": self.wire_bytes, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -190,9 +196,11 @@ class Compression:
         loaded = {}
         for name, value in residuals.items():
             parameter = self._parameters[name]
-            loaded[name] = checked_residual(part_of(value, parameter), local(parameter).shape, name)
+            part = checked_residual(part_of(value, parameter), local(parameter).shape, name)
+            loaded[name] = self._in_memory(name, part)
         sent, steps = checked_bytes(state["sent"]), checked_bytes(state["steps"])
         self._sent, self._before, self._steps, self._residuals = sent, sent, steps, loaded
+        self._served.clear()
         with self._before_side():
             for names, reducer in self._reducers.items():
                 self._fill(reducer, names)
@@ -213,12 +221,14 @@ class Compression:
             self._topology = Topology.of(*self._groups, next(iter(self._parameters.values())).device)
         return self._topology
 
+    def _everyone(self) -> Any:
+        """The ranks that hold the same parameters."""
+        return self._found().data_parallel
+
     def _average(self, names: Names, tensors: list[Tensor]) -> None:
         """Average tensors in place, the gradients of these parameters."""
-        topology = self._found()
         if self._steps < UNCOMPRESSED:
-            over: Any = topology.everyone if topology.shard is None else topology.replicas
-            average_(tensors, over)
+            average_(tensors, self._everyone())
             return
         if names not in self._reducers:
             self._add(names, tensors)
@@ -237,11 +247,12 @@ class Compression:
         return self._pay_off
 
     def _add(self, names: Names, tensors: Sequence[Tensor]) -> None:
-        """A reducer for a new bucket, with the residuals its parameters had in others: the means over the ranks."""
+        """A reducer for a new bucket, with the residuals that its parameters had in others."""
         for key in [key for key in self._reducers if not set(key).isdisjoint(names)]:
             old = self._reducers.pop(key)
-            old.synchronize()
-            self._residuals |= self._residuals_of(key, old)
+            own, served = old.residuals()
+            self._residuals |= {name: e.to(**ON_HOST, copy=True) for name, e in zip(key, own, strict=True)}
+            self._served |= zip(key, served, strict=True)
             self._sent += old.wire_bytes
         self._reducers[names] = reducer = CompressedAllReduce(
             [t.numel() for t in tensors],
@@ -261,23 +272,23 @@ class Compression:
         if self._side is not None:
             streams.join(self._side, streams.current(self._side.device))
 
-    def _residuals_of(self, names: Names, reducer: CompressedAllReduce) -> dict[str, Tensor]:
-        """Each parameter's, in its shape. A bucket has a parameter's elements in the order of its memory."""
-        found = {}
-        for name, own in zip(names, reducer.state_dict()["residual"], strict=True):
-            found[name] = torch.zeros_like(local(self._parameters[name]), **ON_HOST)
-            _in_memory(found[name]).copy_(own)
-        return found
-
     def _fill(self, reducer: CompressedAllReduce, names: Names) -> None:
         """Move residuals into a reducer; zero where there is none."""
-        residual = []
-        for name in names:
-            own = torch.zeros_like(local(self._parameters[name]), **ON_HOST)
-            if name in self._residuals:
-                own.copy_(self._residuals.pop(name))
-            residual.append(_in_memory(own))
-        reducer.load_state_dict({"residual": residual, "wire_bytes": 0})
+        zeros = {name: torch.zeros(local(self._parameters[name]).numel(), **ON_HOST) for name in names}
+        of_ranks = not self._served.keys().isdisjoint(names)
+        own, served = ([of.pop(name, zeros[name]) for name in names] for of in (self._residuals, self._served))
+        reducer.load_state_dict({"residual": own, "wire_bytes": 0})
+        if of_ranks:
+            reducer.load_residuals(own, served)
+
+    def _in_shape(self, name: str, flat: Tensor) -> Tensor:
+        """Elements that lie as the parameter's do, in its shape."""
+        own = local(self._parameters[name])
+        return in_shape(flat, own.shape, order_of(own))
+
+    def _in_memory(self, name: str, value: Tensor) -> Tensor:
+        """Elements of the parameter's shape, in the order of its memory."""
+        return as_stored(value, order_of(local(self._parameters[name]))).reshape(-1)
 
 
 def average_bucket(compression: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -300,8 +311,3 @@ def _gradient(parameter: Tensor) -> Tensor:
         grad = torch.empty_like(own).copy_(grad)
         parameter.grad = as_whole(grad, parameter)
     return as_stored(grad, order).view(-1)
-
-
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor, in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
