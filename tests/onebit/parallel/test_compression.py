@@ -164,6 +164,8 @@ def test_a_resumed_run_goes_on_bit_for_bit_unless_it_forgets_its_residuals(rank,
     assert all(each.any() for each in residuals if each.numel() > 1)
     if how != "forgotten":
         assert bits(parts(again.state())) == bits(residuals)
+    sent = again.compression.wire_bytes
+    assert again.compression.report().sent == 0 < sent
     expected = run.steps(range(7, 12), rank, size)
     assert (again.steps(range(7, 12), rank, size) == expected) == (how != "forgotten")
     return None if how == "hsdp" else (expected, saved["compression"])
@@ -257,8 +259,10 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_the_scaler_of_all(
     for step in range(8):
         run.optimizer.zero_grad()
         loss = loss_of(run.wrapped, step, rank, size)
-        scaler.scale(loss * (float("inf") if (rank, step) == (1, 6) else 1.0)).backward()
+        bad = (rank, step) == (1, 6)
+        scaler.scale(loss * (torch.inf if bad and how == "ddp" else 1.0)).backward()
         if how != "ddp":
+            local(run.net[0].weight.grad)[0, 0] += torch.inf if bad else 0.0  # of a shard, in hsdp
             run.compression()
         scaler.unscale_(run.optimizer)
         if step == 6:
@@ -279,6 +283,26 @@ def test_residuals_are_left_out_with_one_warning_where_ranks_differ(rank, size):
         found = run.compression.state_dict()
     assert found == {"residuals": {}, "sent": run.compression.wire_bytes, "steps": 6}
     assert len(said) == 1 and "Call synchronize() on every rank before state_dict()" in said[0]
+
+
+@on_ranks(3)
+def test_a_parameter_that_is_frozen_keeps_its_residual(rank, size):
+    """It is the mean over ranks, and the server's, when all are synchronized; and what was sent is not forgotten."""
+    run, other = Run("plain"), Run("plain")
+    for each in (run, other):
+        each.steps(range(7), rank, size)
+    expected = run.state()["compression"]["residuals"]["0.weight"]
+    sent = other.compression.wire_bytes
+    other.net[0].weight.requires_grad_(False)
+    other.steps(range(7, 8), rank, size)
+    with on_warnings() as said:
+        assert other.compression.state_dict()["residuals"] == {}
+    assert len(said) == 1
+    found = other.state()["compression"]
+    torch.testing.assert_close(found["residuals"]["0.weight"], expected, rtol=0, atol=float(expected.abs().max()) / 200)
+    assert found["residuals"].keys() == run.compression.state_dict()["residuals"].keys()
+    assert sent < found["sent"] < 4 / 3 * sent
+    return found["residuals"]["0.weight"]
 
 
 @on_ranks(2)
