@@ -111,7 +111,7 @@ def _group(source: Source) -> str:
 def _all_reduce(source: Source) -> str:
     """Try few numels: memory is another matter."""
     few = (1, 7, [3, 5], [0, 4], 100, 0, -1, 10**400, 1.5, float("nan"), None, "x", b"", {}, [], [[]], [None], [2.0, 1])
-    names = {name: _SENSIBLE[name] for name in ("scale", "norm", "block_size", "chunks")}
+    names = {name: _SENSIBLE[name] for name in ("scale", "norm", "block_size", "chunks")} | {"bits": (1, 4, 8)}
     average = onebit.CompressedAllReduce(pick(source, few), **_drawn(source, names, 0.2))
     average([torch.randn(n) for n in average.numels])
     return "accepted"

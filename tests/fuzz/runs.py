@@ -49,7 +49,7 @@ def drawn(source: Source) -> dict[str, Any]:
     def one(*of: Any) -> Any:
         return pick(source, of)
 
-    kind, wrapper = one(*OPTIMIZERS), one("none", "ddp", "ddp", "unused", "nodes", "fsdp")
+    kind, wrapper = one(*OPTIMIZERS, "AdamW"), one("none", "ddp", "ddp", "unused", "nodes", "fsdp")
     options = {
         "reply": one("auto", "auto", 1, "direct"), "norm": one("auto", "auto", "l1", "l2", "unbiased"),
         "scale": one("block", "block", "block", "tensor"), "chunks": one(1, 2, 3), "block_size": one(32, 64, 2048),
@@ -58,24 +58,29 @@ def drawn(source: Source) -> dict[str, Any]:
         "update_limit": one("auto", "auto", None, 0.1), "variance_floor": one(0.0, 0.01), "lr": one(1e-3, 1e-2),
         "master_weights": one(True, True, False), "check_every": one(0, 0, 3), "weight_decay": one(0.0, 0.1),
     }  # fmt: skip
-    if kind == "ZeroOneAdam":
+    if kind == "AdamW":  # torch's, of gradients with few bits
+        options = {"bits": one(1, 4, 4, 8), "reply": options["reply"]}
+    elif kind == "ZeroOneAdam":
         options |= {"var_update_scaler": one(1, 2, 4), "var_freeze_step": one(None, 2, 5)}
         if one(False, False, True):
             options |= {"local_step_scaler": one(1, 2), "local_step_clipper": one(2, 4)}
     else:
         rule = onebit.FreezeRule(window=2)
         options |= {"freeze_step": one(1, 2, 4, 7, 30, rule), "bias_correction": one(True, False)}
-    if wrapper == "fsdp":
+    if wrapper == "fsdp" and kind != "AdamW":
         options["overlap"] = False
+    scaler = one(False, False, False, True)
+    half = torch.bfloat16 if kind == "AdamW" else torch.float16  # of which torch's AdamW makes NaN
     return {
         "kind": kind, "wrapper": wrapper, "options": options,
         "ranks": {"nodes": 4, "fsdp": 4, "none": one(1, 2, 3)}.get(wrapper, 2),
-        "dtype": one(torch.float32, torch.float32, torch.bfloat16, torch.float16), "apart": one(False, False, True),
+        "dtype": one(torch.float32, torch.float32, torch.bfloat16, half), "apart": one(False, False, True),
         "left_out": sorted({int(step) for step in source.integers(0, STEPS, 3)}) if one(False, True) else [],
-        "clip": one(None, None, "onebit", "torch"), "accumulate": one(1, 1, 2),
-        "scaler": one(False, False, False, True),
-        "bad": (int(source.integers(STEPS)), 0) if one(False, False, True) else None,
-        "saved": int(source.integers(1, STEPS)), "way": one("onebit", "onebit", "state_dict"),
+        "clip": one(None, None, "torch" if kind == "AdamW" else "onebit", "torch"), "accumulate": one(1, 1, 2),
+        "scaler": scaler,
+        "bad": (int(source.integers(STEPS)), 0) if one(False, False, True) and (scaler or kind != "AdamW") else None,
+        "saved": int(source.integers(1, STEPS)),
+        "way": "state_dict" if kind == "AdamW" else one("onebit", "onebit", "state_dict"),
     }  # fmt: skip
 
 
@@ -102,9 +107,14 @@ class Run:
         norms = [p for name, p in self.net.named_parameters() if "norm" in name]
         others = [p for name, p in self.net.named_parameters() if "norm" not in name]
         groups = [{"params": others}, {"params": norms, "compress": not case["apart"], "weight_decay": 0.0}]
-        self.optimizer = getattr(onebit, case["kind"])(groups, process_group=ranks, **case["options"])
+        self.compression = None
+        if case["kind"] == "AdamW":
+            self.optimizer: Any = torch.optim.AdamW([{"params": each["params"]} for each in groups])
+            self.compression = onebit.compress_gradients(self.model, process_group=ranks, **case["options"])
+        else:
+            self.optimizer = getattr(onebit, case["kind"])(groups, process_group=ranks, **case["options"])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, enabled=case["scaler"])
-        if self.model is not self.net or case["wrapper"] == "fsdp":
+        if self.compression is None and (self.model is not self.net or case["wrapper"] == "fsdp"):
             onebit.attach(self.model, self.optimizer)
 
     def train(self, rank: int, first: int, last: int) -> None:
@@ -113,22 +123,32 @@ class Run:
             optimizer.zero_grad()
             for again in range(case["accumulate"]):
                 more = again + 1 < case["accumulate"]
-                hold = more and (self.model if self.model is not self.net else optimizer)
+                ddp, ours = self.model is not self.net, self.compression is None
+                hold = more and (self.model if ddp else optimizer if ours else None)
                 if case["wrapper"] == "fsdp":
                     self.net.set_requires_gradient_sync(not more)  # type: ignore[operator]
                 x = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * again + rank))
                 whole = case["wrapper"] == "ddp" or step not in case["left_out"]
                 with hold.no_sync() if hold else contextlib.nullcontext():
-                    self.scaler.scale(self.model(x, whole).float().square().mean()).backward()
-            if case["bad"] == (step, rank):
+                    loss = self.model(x, whole).float().square().mean()
+                    bad = case["bad"] == (step, rank) and not more
+                    self.scaler.scale(loss * torch.nan if bad and not ours else loss).backward()
+            if bad and ours:
                 local(self.net.first.bias.grad)[0] = torch.nan  # type: ignore[arg-type]
+            if self.compression is not None and not ddp:
+                self.compression()
             if case["clip"] and not case["scaler"]:
                 clip = optimizer.clip_grad_norm_ if case["clip"] == "onebit" else self._clipped_by_torch
                 clip(0.5)
             self.scaler.step(optimizer)
             self.scaler.update()
             if step + 1 == case["saved"]:
-                optimizer.synchronize()
+                (self.compression or optimizer).synchronize()
+
+    @property
+    def parts(self) -> list[Any]:
+        """All that has a state."""
+        return [self.net, self.optimizer, self.scaler, *([] if self.compression is None else [self.compression])]
 
     def _clipped_by_torch(self, norm: float) -> None:
         nn.utils.clip_grad_norm_(self.net.parameters(), norm)
@@ -140,13 +160,13 @@ def resumed(rank: int, case: dict[str, Any], folder: str) -> str:
     extra = {"scaler": run.scaler}
     if case["way"] == "onebit":
         onebit.save(folder, run.model, run.optimizer, extra=extra)
-    state = copy.deepcopy([each.state_dict() for each in (run.net, run.optimizer, run.scaler)])
+    state = copy.deepcopy([each.state_dict() for each in run.parts])
     run.train(rank, case["saved"], STEPS)
     again = Run(case)
     if case["way"] == "onebit":
         onebit.load(folder, again.model, again.optimizer, extra={"scaler": again.scaler})
     else:
-        for each, own in zip((again.net, again.optimizer, again.scaler), state, strict=True):
+        for each, own in zip(again.parts, state, strict=True):
             each.load_state_dict(own)
     again.train(rank, case["saved"], STEPS)
     ends = [list(map(local, each.net.parameters())) for each in (run, again)]
@@ -154,6 +174,8 @@ def resumed(rank: int, case: dict[str, Any], folder: str) -> str:
         raise AssertionError(f"the resumed run ends elsewhere, from step {case['saved']} of {STEPS} on")
     if not all(bool(torch.isfinite(p).all()) for p in ends[0]):
         raise AssertionError("parameters are not finite")
+    if run.compression is not None:
+        return "goes on, compressed gradients"
     return f"goes on, {'compressing' if run.optimizer.compressing else 'in stage 1'}"
 
 
