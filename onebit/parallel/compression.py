@@ -137,6 +137,11 @@ class Compression:
             yield
 
     @property
+    def compressing(self) -> bool:
+        """Tell whether the gradients of the coming step are compressed. Those of a run's first steps are not."""
+        return self._steps >= UNCOMPRESSED
+
+    @property
     def wire_bytes(self) -> int:
         """Bytes that this rank has sent in messages."""
         return self._sent + sum(r.wire_bytes for r in self._reducers.values())
@@ -227,7 +232,7 @@ class Compression:
 
     def _average(self, names: Names, tensors: list[Tensor]) -> None:
         """Average tensors in place, the gradients of these parameters."""
-        if self._steps < UNCOMPRESSED:
+        if not self.compressing:
             average_(tensors, self._everyone())
             return
         if names not in self._reducers:
@@ -236,7 +241,7 @@ class Compression:
 
     def _step_ended(self) -> None:
         """Count a step, and tell once whether it pays."""
-        compressed, self._steps = self._steps >= UNCOMPRESSED, self._steps + 1
+        compressed, self._steps = self.compressing, self._steps + 1
         due = self._timed().step_ended("1 bit" if compressed else "uncompressed")
         if due and self._found().everyone.rank == 0:
             tell("%s", self.report())

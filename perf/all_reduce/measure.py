@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit.collectives import CompressedAllReduce
-from onebit.collectives.reply import AskedReply
 from perf.lab.workers import Publish
 from perf.ranks import Ranks, Show, check_same, describe_group, process_group
 
@@ -22,6 +21,10 @@ KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ONE_BIT = "1 bit"
 DIRECT = "direct"  # 1 bit, with reply="direct"
 TWO_LEVELS = "1 bit, two levels"  # the ranks of a host are one rank to the network
+COMPRESSED: dict[str, dict[str, Any]] = {  # with the options of CompressedAllReduce
+    ONE_BIT: {"reply": 1}, DIRECT: {"reply": "direct"}, TWO_LEVELS: {"node_group": "auto"},
+    "4 bits": {"bits": 4}, "8 bits": {"bits": 8},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,19 +74,17 @@ def measure(ranks: Ranks, elements: int, how: argparse.Namespace) -> list[Row]:
 
     how: the command's chunks, repeats, in_a_row and direct.
     """
-    replies: dict[str, AskedReply] = {ONE_BIT: 1, **({DIRECT: "direct"} if how.direct else {})}
-    replies |= {TWO_LEVELS: "auto"} if ranks.each > 1 else {}
+    left_out = {*(() if how.direct else (DIRECT,)), *(() if ranks.each > 1 else (TWO_LEVELS,))}
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     source = torch.randn(elements, generator=generator, device=ranks.device)
-    kinds = [_compressed(ranks, kind, reply, source, how.chunks) for kind, reply in replies.items()]
+    kinds = [_compressed(ranks, kind, source, how.chunks) for kind in COMPRESSED if kind not in left_out]
     kinds += [_uncompressed(ranks, kind, source) for kind in KINDS]
     return time_in_turn(ranks, kinds, how.repeats, how.in_a_row, f"{elements:,} elements")
 
 
-def _compressed(ranks: Ranks, kind: str, reply: AskedReply, source: Tensor, chunks: Any) -> TimedKind:
+def _compressed(ranks: Ranks, kind: str, source: Tensor, chunks: Any) -> TimedKind:
     elements = source.numel()
-    node_group = "auto" if kind == TWO_LEVELS else None
-    average = CompressedAllReduce(elements, device=ranks.device, reply=reply, chunks=chunks, node_group=node_group)
+    average = CompressedAllReduce(elements, device=ranks.device, chunks=chunks, **COMPRESSED[kind])
     x = torch.empty_like(source)
 
     def finished(row: Row) -> Row:

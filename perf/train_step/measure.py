@@ -164,7 +164,9 @@ class Bench:
         trainee = variant.build(self.model(variant), TIMED_LR, FREEZE)
         timings: list[tuple[float, list[float]]] = []
         sent = 0.0
-        first = FREEZE + 1 if variant.compresses else 1  # to count: DDP rebuilds its buckets in the one before
+        first = (
+            variant.last_full(FREEZE) + 1 if variant.compresses else 1
+        )  # to count: DDP rebuilds its buckets in the one before
         for step in itertools.count():
             self.ranks.progress(f"{variant.title}, {len(timings)} of {repeats} steps timed")
             counts = step >= first and variant.times in (None, trainee.kind)

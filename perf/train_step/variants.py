@@ -19,13 +19,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam, attach
+from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam, attach, compress_gradients
 from onebit.cli.demo.model import Text, Transformer, loss_of
 from onebit.collectives.transport import transport_for
 from onebit.collectives.waits import Waits
+from onebit.kernels.data.wire import Bits
 from onebit.optim.schedule import SyncSchedule, VarianceSchedule
 from onebit.optim.zero_one import ZeroOne
 from onebit.optimizers.optimizer import OneBitOptimizer
+from onebit.parallel import compression
 from onebit.parallel.hooks import leave_as_is
 from perf.learn.model import gpt2
 from perf.learn.plan import GPT2_SMALL, REHEARSAL
@@ -125,6 +127,7 @@ class Variant:
     rank: int = 0  # of PowerSGD's matrices
     sooner: int = 1  # PowerSGD begins so many times as soon as others freeze
     stage: int = 1
+    bits: Bits | None = None  # of compressed gradients, after the first steps
     before: str = "fp32"  # the variant that it is like until it compresses
     options: Mapping[str, Any] = field(default_factory=dict)  # of an optimizer of onebit, or of DiLoCo
     times: str | None = None  # only steps of this kind
@@ -133,7 +136,7 @@ class Variant:
 
     @property
     def compresses(self) -> bool:
-        return self.rank > 0 or self.stage == 2
+        return self.rank > 0 or self.stage == 2 or self.bits is not None
 
     @property
     def impossible(self) -> str | None:
@@ -146,8 +149,8 @@ class Variant:
         return self.rank > 0 and dist.get_backend() == "gloo"
 
     def last_full(self, freeze: int) -> int:
-        """The step before PowerSGD begins: its third at the earliest."""
-        return max(2, freeze // self.sooner)
+        """The step before PowerSGD begins, its third at the earliest, or compressed gradients."""
+        return compression.UNCOMPRESSED if self.bits is not None else max(2, freeze // self.sooner)
 
     def build(self, model: Model, lr: float, freeze: int) -> Trainee:
         """`freeze`: the last step in which gradients are averaged as they are."""
@@ -160,9 +163,9 @@ class Variant:
                 }
             else:
                 own = {"freeze_step": last, **self.options}
-            ours = self.optimizer(model.parameters(), **common, **own)
-            attach(model, ours)
-            return Trainee(model, ours, lambda: ours.compressing)
+            onebits = self.optimizer(model.parameters(), **common, **own)
+            attach(model, onebits)
+            return Trainee(model, onebits, lambda: onebits.compressing)
         if issubclass(self.optimizer, LocalSGD):
             model.register_comm_hook(None, lambda _, bucket: leave_as_is(bucket))
             alone = self.optimizer(model.parameters(), transport_for(), **common, fused=True, **self.options)  # type: ignore[arg-type]
@@ -172,6 +175,9 @@ class Variant:
             state = PowerSGDState(None, self.rank, self.last_full(freeze))
             model.register_comm_hook(state, powerSGD_hook)
             return Trainee(model, optimizer, lambda: bool(state.error_dict))
+        if self.bits is not None:
+            ours = compress_gradients(model, self.bits)
+            return Trainee(model, optimizer, lambda: ours.compressing)
         if self.hook:
             model.register_comm_hook(None, self.hook)
         return Trainee(model, optimizer, lambda: False)
@@ -230,6 +236,16 @@ def powersgd_soon(rank: int) -> Variant:
     return variant
 
 
+def few_bits(bits: Bits) -> Variant:
+    """torch's AdamW with compressed gradients, after the first steps of a run."""
+
+    def kinds(steps: int, freeze: int) -> list[str]:
+        return ["full" if step <= compression.UNCOMPRESSED else "few bits" for step in range(1, steps + 1)]
+
+    parts = {"full": "fp32", "few bits": f"adamw-{bits}"}
+    return Variant(f"AdamW, {bits} bits", ADAMW, bits=bits, parts=parts, kinds=kinds)
+
+
 def one_bit_adam(title: str, before: str = "adam-1", **options: Any) -> Variant:
     """Stage 2."""
     sends = options.get("gradient_dtype", torch.float32)
@@ -248,6 +264,8 @@ VARIANTS: dict[str, Variant] = {
     "fp32": Variant("fp32", ADAMW),
     "fp16": Variant("fp16", ADAMW, default_hooks.fp16_compress_hook, HALF),
     "bf16": Variant("bf16", ADAMW, bf16_hook, BRAIN),
+    "adamw-8": few_bits(8),
+    "adamw-4": few_bits(4),
     **{f"powersgd-{rank}": Variant(f"PowerSGD, rank {rank}", ADAMW, rank=rank) for rank in RANKS},
     **{f"powersgd-{rank}-soon": powersgd_soon(rank) for rank in RANKS},
     "adam-1": Variant("1-bit Adam, stage 1", OneBitAdam, options=L1),

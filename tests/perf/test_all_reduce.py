@@ -62,12 +62,14 @@ def test_a_host_of_two_sends_half_of_what_its_ranks_would(lab_available, tmp_pat
     (path,) = (tmp_path / "new").glob("*.json")
     record = json.loads(path.read_text())
     rows = {r["kind"]: r for r in record["rows"]}
-    assert list(rows) == [ONE_BIT, TWO_LEVELS, *KINDS]
+    assert list(rows) == [ONE_BIT, TWO_LEVELS, "4 bits", "8 bits", *KINDS]
     sent = {kind: r["bytes"] for kind, r in rows.items()}
     assert sent[TWO_LEVELS] == pytest.approx(n / 8, rel=0.1)
     assert 1.85 < sent[ONE_BIT] / sent[TWO_LEVELS] < 2.15
     assert sent["fp32"] == pytest.approx(2 * 3 / 4 * 4 * n, rel=0.05)  # a ring of 4 ranks
     assert 4 * n / sent[TWO_LEVELS] > 28
+    assert sent["8 bits"] / sent["4 bits"] == pytest.approx((8 + 1 / 8) / (4 + 1 / 8), rel=0.03)  # 1/8 for scales
+    assert 3 < sent["4 bits"] / sent[ONE_BIT] < 4.2
     assert path.name.startswith("all_reduce-") and str(path) in text
     assert path.name.endswith(f"-2-ranks-a-host-rates-1gbit-elements-{n}-chunks-1.json")
     assert f" 2 x 2         1gbit   1,048,576      1 {TWO_LEVELS} |" in text
@@ -199,19 +201,14 @@ def test_arguments_are_parsed_and_handed_to_ranks(monkeypatch):
     assert (parsed.elements, parsed.chunks, parsed.in_a_row, parsed.direct) == ([2**20, 25_000_000], 3, 7, True)
 
 
-def test_direct_replies_stand_beside_both(monkeypatch):
-    none, made = torch.zeros(0), measure.TimedKind
-    monkeypatch.setattr(measure, "_compressed", lambda ranks, kind, reply, *_: made(kind, none, none, reply))
-    monkeypatch.setattr(measure, "_uncompressed", lambda ranks, kind, *_: made(kind, none, none, None))
-    monkeypatch.setattr(measure, "time_in_turn", lambda ranks, kinds, *_: [(kind.row, kind.run) for kind in kinds])
-    how, ranks = benchmark.parse_arguments(["--lab", "--elements=8"]), SimpleNamespace(rank=0, device=CPU)
-    for each, direct, first in (
-        (1, False, [(ONE_BIT, 1)]),
-        (1, True, [(ONE_BIT, 1), (DIRECT, "direct")]),
-        (4, False, [(ONE_BIT, 1), (TWO_LEVELS, "auto")]),
-    ):
+def test_direct_replies_and_two_levels_stand_beside_the_others(monkeypatch):
+    monkeypatch.setattr(measure, "time_in_turn", lambda ranks, kinds, *_: [kind.row.kind for kind in kinds])
+    monkeypatch.setattr(measure, "_compressed", lambda ranks, kind, *_: SimpleNamespace(row=SimpleNamespace(kind=kind)))
+    how = benchmark.parse_arguments(["--lab", "--elements=8"])
+    ranks = SimpleNamespace(rank=0, device=CPU, size=4, link_rate=None)
+    for each, direct, more in (1, False, []), (1, True, [DIRECT]), (4, False, [TWO_LEVELS]):
         ranks.each, how.direct = each, direct
-        assert measure.measure(ranks, 8, how) == [*first, *((kind, None) for kind in KINDS)]
+        assert measure.measure(ranks, 8, how) == [ONE_BIT, *more, "4 bits", "8 bits", *KINDS]
 
 
 def test_kinds_take_turns_and_a_time_is_of_calls_in_a_row():
