@@ -243,11 +243,12 @@ class Messages(Record):
                 )
 
     def scales_of(self, span: Span) -> Tensor:
-        """What decodes each block of the shards that these are messages of: fp32 [senders, blocks]."""
+        """What decodes each block of the shards that these are messages of: fp32 [senders, blocks * groups]."""
         found = []
         for sender in range(self.senders):
             rows = [(k * self.senders + sender, shard) for k, shard in enumerate(span.shards())]
-            found.append(torch.cat([self.scales(row, shard).expand(shard.count) for row, shard in rows]))
+            each = self.format.groups
+            found.append(torch.cat([self.scales(row, shard).expand(shard.count * each) for row, shard in rows]))
         return torch.stack(found)
 
     def bits_of(self, span: Span) -> Tensor:

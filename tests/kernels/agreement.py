@@ -14,7 +14,7 @@ from onebit.kernels.data.layout import Span
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.passes import PASSES, StepLimit, StepSquares
-from tests.kernels.cases import Case
+from tests.kernels.cases import HALF_PLACE, Case
 from tests.kernels.compare import assert_all_close, assert_close, assert_close_or_nan, numpy, tensors_of
 from tests.kernels.world import World
 
@@ -22,7 +22,10 @@ ROUNDED = 1e-6  # another order of the same sum
 
 
 OF_SUMS = ("squares", "sums")  # by name: what every pass leaves that is a sum
-COMPARED = [*(each for each in PASSES if each not in ("compress", "average")), "lamb_statistics, masked and scaled"]
+OF_MESSAGES = ("compress", "average", "quantize", "average_codes")  # see check_messages
+OF_CODES = ("dequantize, 4 bits", "dequantize, 8 bits")
+OTHERS = [each for each in PASSES if each not in (*OF_MESSAGES, "dequantize")]
+COMPARED = [*OTHERS, "lamb_statistics, masked and scaled", *OF_CODES]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def check_pass(each: str, case: Case, name: str, around: Around = nullcontext) -
     """One of COMPARED or OTHERWISE. Every byte is equal but for sums, and what is divided by sums."""
     (of, _, way), how = each.partition(", "), OTHERWISE.get(each, Otherwise())
     inputs = {"masked": way.startswith("masked"), "zeros": of.startswith("zero_one")}
+    inputs |= {"bits": int(way[0])} if of == "dequantize" else {}
     ours, theirs = (World(case, at, **inputs) for at in (name, "cpu"))
     for world in (ours, theirs):
         how.prepare(world)
@@ -108,22 +112,25 @@ def opposite(world: World, chunk: int, rank: int) -> Messages:
 
 
 def check_messages(
-    case: Case, name: str, *, masked: bool = False, zeros: bool = False, around: Around = nullcontext
+    case: Case, name: str, *, bits: int = 1, masked: bool = False, zeros: bool = False, around: Around = nullcontext
 ) -> None:
-    """compress and average. Residuals are what scales leave out; with a tensor scale they are c, bit for bit."""
-    ours, theirs = worlds = [World(case, of, masked=masked) for of in (name, "cpu")]
+    """compress and average, or quantize and average_codes. Residuals are what scales leave out; with a tensor scale
+    they are c, bit for bit."""
+    ours, theirs = worlds = [World(case, of, bits=bits, masked=masked) for of in (name, "cpu")]
+    first = "compress" if bits == 1 else "quantize"
     for world in worlds if zeros else ():
         cancel(world)
     places = [divmod(row, case.ranks) for row in range(ours.rows)]
     received = opposite if zeros else World.received
     with around(ours):
-        ours.run("compress")
+        ours.run(first)
         averaged = [ours.average(*place, received(ours, *place)) for place in places]
-    theirs.run("compress")
+    theirs.run(first)
     whole = ours.layout.all()
     size = decoded_size(assert_same_messages(ours.sent, theirs.sent, whole), whole)
     for chunk in ours.chunks():
-        assert_same_residuals(ours.residuals[chunk.index], theirs.residuals[chunk.index], size[chunk.part])
+        found = ours.residuals[chunk.index], theirs.residuals[chunk.index]
+        assert_same_residuals(*found, size[chunk.part], ours.interpreted)
     for place, (got, got_left) in zip(places, averaged, strict=True):
         want, want_left = theirs.average(*place, received(theirs, *place))
         shard = ours.layout.shard(*place)
@@ -131,7 +138,7 @@ def check_messages(
             assert got.header.tolist() == want.header.tolist()
             continue
         size = decoded_size(assert_same_messages(got, want, shard), shard)
-        assert_same_residuals(got_left, want_left, size)
+        assert_same_residuals(got_left, want_left, size, ours.interpreted)
 
 
 def check_limit(case: Case, name: str, around: Around = nullcontext) -> None:
@@ -170,21 +177,24 @@ def limits(world: World) -> list[torch.Tensor]:
 
 
 def assert_same_messages(ours: Messages, theirs: Messages, span: Span) -> np.ndarray:
-    """Headers and bits bit for bit, scales to rounding: they are sums. Returns the scales."""
+    """Headers and bits bit for bit, scales to rounding where they are sums. Returns the scales."""
     assert ours.header.tolist() == theirs.header.tolist()
     assert ours.bits_of(span).tolist() == theirs.bits_of(span).tolist()
     scales = numpy(theirs.scales_of(span))
-    assert_close(numpy(ours.scales_of(span)), scales, ROUNDED)
+    assert_close(numpy(ours.scales_of(span)), scales, ROUNDED if theirs.format.bits == 1 else 0.0)
     return scales
 
 
 def decoded_size(scales: np.ndarray, span: Span) -> np.ndarray:
-    """The size that its block's scale decodes to, of every element."""
-    return np.repeat(scales[0], span.lengths())
+    """The size that its block's scale decodes to, of every element; the largest of several scales."""
+    return np.repeat(scales[0].reshape(span.count, -1).max(1), span.lengths())
 
 
-def assert_same_residuals(ours: Residual, theirs: Residual, size: np.ndarray) -> None:
-    if theirs.scale is None:
+def assert_same_residuals(ours: Residual, theirs: Residual, size: np.ndarray, cut: bool) -> None:
+    """cut: whether ours are cut off to 16 bits where others round."""
+    if theirs.value.dtype == torch.bfloat16:
+        assert_close(numpy(ours.value), numpy(theirs.value), 2 * HALF_PLACE[torch.bfloat16] if cut else 0.0)
+    elif theirs.scale is None:
         assert_close(numpy(ours.value), numpy(theirs.value), ROUNDED, size)
     else:
         assert numpy(ours.value).tolist() == numpy(theirs.value).tolist()

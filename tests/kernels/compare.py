@@ -64,7 +64,8 @@ def tensors_of(workload: Any) -> dict[str, Tensor]:
             case Pointers():
                 found |= {f"{name}.{i}": tensor for i, tensor in enumerate(value.tensors) if tensor is not None}
             case Messages():
-                span = workload.shard if name in ("reply", "received") else workload.span
+                of_shard = ("reply", "received", "reply_codes", "received_codes")
+                span = workload.shard if name in of_shard else workload.span
                 parts = {"header": value.header, "bits": value.bits_of(span), "scales": value.scales_of(span)}
                 found |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
             case Residual():

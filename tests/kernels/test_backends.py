@@ -34,6 +34,12 @@ def test_triton_compresses_as_the_cpu_does(case, masked):
     check_messages(case, "triton", masked=masked)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@GRID
+def test_triton_quantizes_as_the_cpu_does(case, bits):
+    check_messages(case, "triton", bits=bits, zeros=case.missing == ())
+
+
 def test_results_do_not_depend_on_how_many_blocks_a_program_takes(use_grain):
     for name in ("three-groups-tensor", "chunks"):
         found = []

@@ -10,7 +10,8 @@ from tests.kernels.compare import frozen_bits, tensors_of
 
 # TARGETS, "Bytes moved per element", and the modules' docstrings.
 FP32 = {
-    "scan": 4, "compress": 12.25, "average": 8 / 8 + 8.125, "decode": 4.125, "adam_warmup": 28, "adam_update": 12.125,
+    "scan": 4, "compress": 12.25, "average": 8 / 8 + 8.125, "decode": 4.125,
+    "quantize": 8.5, "average_codes": 8 / 2 + 4.5, "dequantize": 4.5, "adam_warmup": 28, "adam_update": 12.125,
     "lamb_warmup": 40, "lamb_statistics": 12.25, "lamb_update": 12.125, "zero_one_full": 28.25,
     "zero_one_inverses": 4, "zero_one_update": 12.125, "zero_one_local": 32, "zero_one_sync": 20.125,
 }  # fmt: skip
@@ -25,6 +26,8 @@ FP16 = [
     ("zero_one_local", {}, 2 + 4 + 8 + 8 + 8 + 2), ("zero_one_local", {"master": False}, 2 + 8 + 8 + 8),
     ("zero_one_sync", {}, 1 / 8 + 4 + 8 + 4 + 4 + 2), ("zero_one_sync", {"master": False}, 1 / 8 + 8 + 4 + 4 + 2),
     ("compress", {"masked": True}, 10.25 + 1 / 8), ("average", {"masked": True}, 8 / 8 + 8.125 + 1 / 8),
+    ("quantize", {"bits": 8}, 2 + 4 + 1), ("quantize", {"kept": True}, 2 + 6 + 1 / 2),
+    ("average_codes", {"bits": 8}, 8 + 5), ("dequantize", {"bits": 8, "senders": 2}, 2 + 2),
     ("lamb_statistics", {"masked": True}, 12.25 + 1 / 8), ("adam_update", {"masked": True}, 14.125),
 ]  # fmt: skip
 

@@ -20,7 +20,7 @@ from onebit.kernels.data.layout import Layout, Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format, Messages
-from onebit.kernels.passes import PASSES, Average, Floors, Gradients, Parameters
+from onebit.kernels.passes import PASSES, Average, AverageCodes, Floors, Gradients, Parameters
 from onebit.kernels.tuning import workload
 from tests import oracle
 from tests.kernels.cases import BF16, ELEMENTWISE, F32, GPU, GUARD, HALF_PLACE, SENTINEL, Case, backend, device_of
@@ -51,9 +51,12 @@ class Chunk(NamedTuple):
 
 class Inputs:
     """Lists of arrays, one a parameter, that tensors can hold. `masked`: some elements take no part, and messages
-    hold gamma times the momentum. `zeros`: every fifth v is 0, and every third gradient of those too."""
+    hold gamma times the momentum. `bits`: of an element in messages. `zeros`: every fifth v is 0, and every third
+    gradient of those too."""
 
-    def __init__(self, case: Case, name: str = "cpu", *, masked: bool = False, zeros: bool = False) -> None:
+    def __init__(
+        self, case: Case, name: str = "cpu", *, bits: int = 1, masked: bool = False, zeros: bool = False
+    ) -> None:
         self.case, self.name, self.device, self.masked = case, name, torch.device(device_of(name)), masked
         self.passes = backend(name)
         self.rng = rng = np.random.default_rng(0)
@@ -61,7 +64,7 @@ class Inputs:
         groups = [p % case.groups for p in range(len(case.numels))]
         self.layout, self.plan = Layout(case.numels, groups=groups, **cut), oracle.Layout(case.numels, **cut)
         self.span, self.elements, self.rows = self.layout.all(), self.layout.elements, case.ranks * case.chunks
-        self.form = Format(self.layout, case.scale, case.norm)
+        self.form = Format(self.layout, case.scale, case.norm) if bits == 1 else Format(self.layout, bits=bits)
         self.hypers, self.grad_scales = ([of[group] for group in groups] for of in (HYPERS, GRAD_SCALES))
         self.x = self._normal(case.param if not case.master else F32)
         self.g = [None if p in case.missing else g for p, g in enumerate(self._normal(case.grad))]
@@ -123,7 +126,11 @@ class Inputs:
     @property
     def cuts_off(self) -> bool:
         """Triton's interpreter cuts bf16 off where others round."""
-        return self.name == "triton" and GPU == "cpu" and self.case.param == BF16
+        return self.interpreted and self.case.param == BF16
+
+    @property
+    def interpreted(self) -> bool:
+        return self.name == "triton" and GPU == "cpu"
 
     def hyper(self, step: int = STEP) -> Tensor:
         rows = []
@@ -280,7 +287,7 @@ class World(Inputs):
                 return self.hyper()
             case _, "residual":
                 return self.residuals[c.index]
-            case "decode", "out":
+            case (("decode" | "dequantize"), "out"):
                 return self.params
             case "zero_one_full", "live":
                 return self.written_live[c.part.start // 8 : c.part.stop // 8]
@@ -315,7 +322,10 @@ class World(Inputs):
     def average(self, chunk: int, rank: int, received: Messages) -> tuple[Messages, Residual]:
         shard, out = self.layout.shard(chunk, rank), self.fresh(1)
         residual = self.residual(shard, chunk * self.case.ranks + rank)
-        self.passes.run(Average(shard, received, residual, out, live=self.mask(self.plan.shard(chunk, rank))))
+        if self.form.bits > 1:
+            self.passes.run(AverageCodes(shard, received, residual, out))
+        else:
+            self.passes.run(Average(shard, received, residual, out, live=self.mask(self.plan.shard(chunk, rank))))
         return out, residual
 
     def moved(self) -> oracle.Arrays:

@@ -27,11 +27,12 @@ from tests.ptx.run import Compiled, execute
 from tests.ptx.sparse import Giant
 
 MESSAGES = ("compress and average", "compress and average, masked and scaled")
+CODES = {f"quantize and average_codes, {bits} bits": bits for bits in (4, 8)}
 Worlds = World | Workload | Giant
 Change = Callable[[Compiled], Compiled]
 ZEROS = "compress and average of zeros"
 LIMIT = "step_squares and step_limit"
-PASSES = (*MESSAGES, LIMIT, *COMPARED, *OTHERWISE)
+PASSES = (*MESSAGES, *CODES, LIMIT, *COMPARED, *OTHERWISE)
 OF_MANY_BLOCKS = (MESSAGES[0], "lamb_warmup", "lamb_statistics", LIMIT)  # what adds up results of over 1,024 blocks
 
 
@@ -131,6 +132,8 @@ def check(each: str, case: Case | str, around: Callable[[Worlds], AbstractContex
         check_limit(case, "ptx", around)
     elif each in (*MESSAGES, ZEROS):
         check_messages(case, "ptx", masked=each == MESSAGES[1], zeros=each == ZEROS, around=around)
+    elif each in CODES:
+        check_messages(case, "ptx", bits=CODES[each], around=around)
     else:
         check_pass(each, case, "ptx", around)
 
