@@ -111,6 +111,18 @@ def checksum(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()).hexdigest()
 
 
+def check_readable(data: Path) -> None:
+    """A PermissionError if a rank of another user has written what this one can't load."""
+    for path in sorted([*data.glob("__*"), data / ".metadata"]):
+        try:
+            path.open("rb").close()
+        except PermissionError:
+            raise PermissionError(
+                f"may not read {path}, which another rank wrote, so that no run could load it: run all ranks as one "
+                f"user, or as users of the folder's group, with umask 007"
+            ) from None
+
+
 def commit(folder: Path, data: str, files: Mapping[str, list[Any]], layout: Mapping[str, Any]) -> None:
     """Make what lies in `data` the checkpoint in `folder` from here on."""
     manifest = {"kind": _KIND, "version": VERSION, "data": data, "files": dict(files), "layout": dict(layout)}

@@ -64,7 +64,7 @@ def save(
             and plain data (an epoch, random states). Each rank's own is kept.
 
     Raises:
-        OSError: on all ranks, what one of them can't write.
+        OSError: on all ranks, what one of them can't write, or another has written and one can't read.
     """
     inner, optimizer = own_module(model, "save"), own_optimizer(optimizer, "save")
     optimizer.find_ranks()
@@ -180,6 +180,7 @@ def _finish(data: Path, writer: _Writer, ranks: CheckpointRanks) -> dict[str, li
         own += [files.INDEX, ".metadata"]
     found = files.described(data, own)
     files.sync_folder(data)
+    files.check_readable(data)
     return found
 
 

@@ -3,8 +3,10 @@ as many ranks and by other numbers."""
 
 import multiprocessing
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -316,6 +318,29 @@ def test_a_save_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_checkpo
     other.load(tmp_path)
     assert same(other.all(), run.all())
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def saving_as_users(rank, size, folder, umasks):
+    run, umask = Run(CASE, 4, rank, group()), os.umask(umasks[rank])
+    os.seteuid(65533 - rank)
+    try:
+        run.save(folder)
+        run.load(folder)
+    except OSError as error:
+        return str(error)
+    finally:
+        os.seteuid(0)
+        os.umask(umask)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may be two users")
+def test_what_another_user_could_not_load_is_not_saved():
+    with TemporaryDirectory() as top:  # tmp_path is root's alone
+        os.chmod(top, 0o777)
+        assert run_ranks(2, saving_as_users, f"{top}/open", (0, 0)) == [None, None]
+        errors = run_ranks(2, saving_as_users, f"{top}/closed", (0, 0o077))
+        assert all(re.search(r"rank 0\b.*may not read .*__1_0.distcp.*run all ranks as one user", e) for e in errors)
+        assert not Path(top, "closed", MANIFEST).exists()
 
 
 def test_only_data_folders_are_removed(tmp_path):
