@@ -177,6 +177,11 @@ class collective_errors:
                     f"{self._phase} is not possible: the process group has no backend for these tensors' device "
                     f"({_first_line(error)}). Use device='cuda' with NCCL, or a group with Gloo for CPU tensors"
                 ) from error
+            if "Invalid scalar type" in str(error):
+                raise ValueError(
+                    f"{self._phase} is not possible: this PyTorch's {self._name} sends no tensors of this dtype "
+                    f"({_first_line(error)}). Use fp32, or a PyTorch from PyPI, whose Gloo sends bf16 and fp16"
+                ) from error
             gone = who_is_gone()
             why = f"gone: {gone}" if gone else (
                 "a rank died, did not come within the group's timeout (did it get fewer batches, or leave out a call "

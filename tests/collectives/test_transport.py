@@ -148,6 +148,12 @@ def test_an_error_of_the_backend_names_the_phase():
     assert caught.value.__cause__ is error
 
 
+@on_ranks(2)
+def test_a_dtype_that_gloo_does_not_send_is_no_dead_rank(rank):
+    with pytest.raises(ValueError, match=r"sends no tensors of this dtype \(Invalid scalar type"):
+        transport_for(group()).all_sum(torch.zeros(2, dtype=torch.int16), PHASE).wait()
+
+
 def test_what_names_its_phase_or_is_not_of_the_backend_is_left_alone():
     for error in (CollectiveError("the scatter phase"), ValueError("wrong"), KeyboardInterrupt()):
         with pytest.raises(type(error)) as caught, collective_errors(PHASE, "gloo"):
