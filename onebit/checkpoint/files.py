@@ -25,7 +25,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from operator import add, gt
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,6 @@ _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _NEXT = "Load another checkpoint, or copy this one anew from where it was written"
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST_DIMENSIONS = 64
-_MOST = 2**62 - 1
 
 
 def new_name() -> str:
@@ -225,9 +225,6 @@ def check_layout(there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         )
 
 
-Piece = tuple[list[int], list[int], _StorageInfo]  # of a tensor: where it begins, its size, and where it lies
-
-
 def index_of(metadata: Metadata) -> dict[str, Any]:
     """What goes into index.json, by key: path, and dtype and size of a tensor; then where its pieces lie."""
     index: dict[str, Any] = {}
@@ -248,58 +245,56 @@ def read_index(manifest: Manifest) -> Metadata:
     """index.json, as torch.distributed.checkpoint would have it from .metadata."""
     path = manifest.folder / INDEX
     index, made = read(path), Metadata({}, {}, {})
-    _require(isinstance(index, dict), path, "it is no table of entries")
+    if not isinstance(index, dict):
+        raise ValueError(f"{path} is damaged: it is no table of entries. Load another checkpoint")
     for key, entry in index.items():
-        steps: Any = entry.get("path") if isinstance(entry, dict) else None
-        _require(isinstance(steps, list) and steps, path, f"{key!r} has no path")
-        good = all(isinstance(step, str) or is_whole(step, 0, _MOST) for step in steps)
-        _require(good, path, f"{key!r} has a path of other things than names and numbers")
-        made.planner_data[key] = tuple(steps)
-        pieces = list(_pieces(path, key, entry.get("pieces"), manifest.files))
-        if tensor := "dtype" in entry:
-            made.state_dict_metadata[key] = _tensor(path, key, entry, pieces)
-        else:
-            _require(len(pieces) == 1, path, f"{key!r} lies in {len(pieces)} places")
-            made.state_dict_metadata[key] = BytesStorageMetadata()
-        made.storage_data |= {MetadataIndex(key, offsets if tensor else None): at for offsets, _, at in pieces}
+        if fault := _fault(entry, manifest.files):
+            raise ValueError(f"{path} is damaged: {key!r} {fault}. Load another checkpoint")
+        chunks, is_tensor = list[ChunkStorageMetadata](), "dtype" in entry
+        for offsets, sizes, *place in entry["pieces"]:
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            made.storage_data[MetadataIndex(key, offsets if is_tensor else None)] = _StorageInfo(*place)
+        made.planner_data[key] = tuple(entry["path"])
+        made.state_dict_metadata[key] = BytesStorageMetadata()
+        if is_tensor:
+            dtype = TensorProperties(dtype=_DTYPES[entry["dtype"]])
+            made.state_dict_metadata[key] = TensorStorageMetadata(dtype, torch.Size(entry["size"]), chunks)
     return made
 
 
-def _pieces(path: Path, key: str, pieces: Any, files: Mapping[str, tuple[int, str]]) -> Iterator[Piece]:
-    _require(isinstance(pieces, list) and pieces, path, f"{key!r} lies nowhere")
+def _fault(entry: Any, files: Mapping[str, tuple[int, str]]) -> str:
+    """What is wrong with an entry of index.json, if anything is."""
+    path, pieces = (entry.get("path"), entry.get("pieces")) if isinstance(entry, dict) else (None, None)
+    if not isinstance(path, list) or not path:
+        return "has no path"
+    if not _are_whole([step for step in path if not isinstance(step, str)]):
+        return "has a path of other things than names and numbers"
+    if not isinstance(pieces, list) or not pieces:
+        return "lies nowhere"
+    size, itemsize, found = [], 0, 0  # as of a value that is no tensor, which is one piece without a size
+    if "dtype" in entry:
+        dtype, size = _DTYPES.get(str(entry["dtype"])), entry.get("size")
+        if dtype is None or not _are_whole(size) or len(size) > _MOST_DIMENSIONS:
+            return "has no dtype or no size"
+        itemsize = dtype.itemsize
     for piece in pieces:
-        _require(isinstance(piece, list) and len(piece) == 5, path, f"{key!r} lies nowhere")
+        if not isinstance(piece, list) or list(map(type, piece)) != [list, list, str, int, int]:
+            return "lies nowhere"
         offsets, sizes, name, start, length = piece
-        good = _are_whole(offsets) and _are_whole(sizes) and len(offsets) == len(sizes)
-        _require(good, path, f"{key!r} has a piece of no size")
-        good = isinstance(name, str) and name in files and _are_whole([start, length])
-        _require(good, path, f"{key!r} lies in no file of the checkpoint")
-        _require(start + length <= files[name][0], path, f"{key!r} lies beyond the end of {name}")
-        yield offsets, sizes, _StorageInfo(name, start, length)
-
-
-def _tensor(path: Path, key: str, entry: Mapping[str, Any], pieces: list[Piece]) -> TensorStorageMetadata:
-    dtype: Any = _DTYPES.get(str(entry["dtype"]))
-    size: Any = entry.get("size")
-    good = dtype is not None and _are_whole(size) and len(size) <= _MOST_DIMENSIONS
-    _require(good, path, f"{key!r} has no dtype or no size")
-    for offsets, sizes, at in pieces:
-        inside = len(sizes) == len(size) and all(o + s <= n for o, s, n in zip(offsets, sizes, size, strict=True))
-        fits = inside and math.prod(sizes) * dtype.itemsize <= at.length
-        _require(fits, path, f"{key!r} has a piece that does not fit")
-    whole = sum(math.prod(sizes) for _, sizes, _ in pieces) == math.prod(size)
-    _require(whole, path, f"the pieces of {key!r} are not the whole of it")
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, _ in pieces]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), chunks)
+        if name not in files or min(start, length) < 0:
+            return "lies in no file of the checkpoint"
+        if start + length > files[name][0]:
+            return f"lies beyond the end of {name}"
+        inside = _are_whole(offsets + sizes) and len(offsets) == len(sizes) == len(size)
+        if not inside or any(map(gt, map(add, offsets, sizes), size)) or math.prod(sizes) * itemsize > length:
+            return "has a piece that does not fit"
+        found += math.prod(sizes)
+    return "has pieces that are not the whole of it" if found != math.prod(size) else ""
 
 
 def _are_whole(values: Any) -> bool:
-    return isinstance(values, list) and all(is_whole(value, 0, _MOST) for value in values)
-
-
-def _require(good: Any, path: Path, otherwise: str) -> None:
-    if not good:
-        raise ValueError(f"{path} is damaged: {otherwise}. Load another checkpoint")
+    """Return whether it is a list of whole numbers, none below 0 or too large for torch."""
+    return isinstance(values, list) and set(map(type, values)) <= {int} and all(map(range(2**62).__contains__, values))
 
 
 class Reader(FileSystemReader):
