@@ -91,13 +91,13 @@ class Layout:
         check_block_size(block_size)
         if len(numels) == 0:
             raise ValueError("the layout got no parameters: pass at least one tensor to compress or optimize")
-        if not all(is_whole(n) for n in (ranks, chunks, *numels)):
+        if not all(map(is_whole, (ranks, chunks, *numels))):
             raise TypeError(f"ranks={ranks!r:.80}, chunks={chunks!r:.80} and every numel must be whole numbers")
         if sum(numels) > MOST_ELEMENTS or ranks > MOST_RANKS or max(sum(numels) // block_size, ranks) > MOST_BLOCKS:
             raise ValueError(
                 f"{sum(numels)} elements in blocks of {block_size} on {ranks} ranks: no machine has memory for so many"
             )
-        if any(n < 0 for n in numels):
+        if min(numels) < 0:
             raise ValueError(f"a parameter cannot hold {min(numels)} elements: numel must be 0 or more")
         if ranks < 1 or chunks < 1:
             raise ValueError(f"ranks and chunks must be at least 1, got ranks={ranks} and chunks={chunks}")

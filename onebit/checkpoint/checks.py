@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ from torch import Tensor
 from onebit.checkpoint.schema import VERSION
 from onebit.kernels.data.checks import is_finite, is_whole
 from onebit.kernels.data.layout import MOST_CHUNKS, MOST_RANKS
-from onebit.optim.fields import Field, Values
+from onebit.optim.fields import Field
 from onebit.optim.param_groups import COMPRESS, PROGRESS
+from onebit.optim.sharding import is_sharded, local, part_of
 
 Saved = Mapping[str, Any]  # one parameter's
 _MOST = 2**53  # whole numbers beyond it are not exact as float64
 _DAMAGED = "the state is damaged, or not an optimizer's. Load another"
-Kind = Values | Literal["bits"]
 _LISTS = (list, tuple)
 
 _WHOLE = {  # of a run's progress: the least and the most that it can be
@@ -121,18 +121,48 @@ def check_options(groups: Sequence[Mapping[str, Any]]) -> None:
                 raise TypeError(f"{name} of param group {i} is neither true nor false: {_DAMAGED}")
 
 
-def check_own(own: Saved, fields: Sequence[Field], shape: tuple[int, ...], name: str) -> None:
-    """A parameter's state. Not every tool keeps a shape of [1]."""
+def checked_part(own: Saved, fields: Sequence[Field], p: Tensor, name: str) -> dict[str, Tensor]:
+    """Return what a parameter's state has of some fields, this rank's part: in its shape, with values that a run can
+    leave behind."""
+    found, sharded, shape = dict[str, Tensor](), is_sharded(p), tuple(local(p).shape)
     if "step" in own:
         steps_of(own)
     for field in fields:
-        if field.required or field.name in own:
-            value, kind = own.get(field.name), "bits" if field.per == "bit" else field.values
-            if field.per == "parameter" and isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"{field.name} of parameter {name} has {value.numel()} elements, not one: {_DAMAGED}")
-            value = shaped(own, field.name, None if field.per == "parameter" else shape, name, kind)
-            if kind == "whole":
-                whole_number(value.item(), field.name, 0, _MOST)
+        if field.name in own:
+            what, one = f"{field.name} of parameter {name}", field.per == "parameter"
+            value = own[field.name]
+            if sharded or is_sharded(value):
+                value = part_of(value, None if one else p)
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{what} is a {type(value).__name__}, not a tensor: {_DAMAGED}")
+            if one and value.numel() != 1:  # not every tool keeps a shape of [1]
+                raise ValueError(f"{what} has {value.numel()} elements, not one: {_DAMAGED}")
+            if not one and tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{what} has shape {tuple(value.shape)} in the state, {shape} is needed here: the state is another "
+                    f"model's, of parameters in another order, or damaged"
+                )
+            _check_values(value, field, what)
+            found[field.name] = value
+        elif field.required:
+            raise ValueError(
+                f"the state has no {field.name} for parameter {name}: it is damaged, or neither this optimizer's nor "
+                f"AdamW's"
+            )
+    return found
+
+
+def _check_values(value: Tensor, field: Field, what: str) -> None:
+    right = value.dtype == torch.uint8 if field.per == "bit" else value.dtype.is_floating_point
+    if not right or value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        raise TypeError(f"{what} has dtype {value.dtype} or no values: {_DAMAGED}")
+    if field.per == "bit" or field.values == "any" or not value.numel():
+        return
+    if field.values == "whole":
+        whole_number(value.item(), field.name, 0, _MOST)
+    least, most = map(float, value.detach().float().aminmax())
+    if not (math.isfinite(least) and math.isfinite(most)) or (field.values != "finite" and least < 0):
+        raise ValueError(f"{what} reaches from {least:g} to {most:g}, as no run leaves it: {_DAMAGED}")
 
 
 def steps_of(own: Saved) -> int:
@@ -149,32 +179,6 @@ def whole_number(value: object, what: str, least: int, most: int) -> int:
     if not number.is_integer() or not least <= number <= most:
         raise ValueError(f"{what} is {_shown(value)} in the state, not a whole number of {least} or more: {_DAMAGED}")
     return int(value)  # type: ignore[call-overload]
-
-
-def shaped(own: Saved, what: str, shape: tuple[int, ...] | None, name: str, kind: Kind) -> Tensor:
-    """own[what], which must have `shape` and values that a run can leave behind."""
-    if what not in own:
-        raise ValueError(
-            f"the state has no {what} for parameter {name}: it is damaged, or neither this optimizer's nor AdamW's"
-        )
-    value = own[what]
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{what} of parameter {name} is a {type(value).__name__}, not a tensor: {_DAMAGED}")
-    if shape is not None and tuple(value.shape) != shape:
-        raise ValueError(
-            f"{what} of parameter {name} has shape {tuple(value.shape)} in the state, {shape} is needed here: the "
-            f"state is another model's, of parameters in another order, or damaged"
-        )
-    right = value.dtype == torch.uint8 if kind == "bits" else value.dtype.is_floating_point
-    if not right or value.layout is not torch.strided or value.is_meta or value.is_quantized:
-        raise TypeError(f"{what} of parameter {name} has dtype {value.dtype} or no values: {_DAMAGED}")
-    if kind in ("finite", "non-negative") and value.numel():
-        least, most = (float(x) for x in value.detach().float().aminmax())
-        if not (math.isfinite(least) and math.isfinite(most)) or (kind != "finite" and least < 0):
-            raise ValueError(
-                f"{what} of parameter {name} reaches from {least:g} to {most:g}, as no run leaves it: {_DAMAGED}"
-            )
-    return value
 
 
 def _shown(value: object) -> str:

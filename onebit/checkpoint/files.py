@@ -59,6 +59,7 @@ _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _NEXT = "Load another checkpoint, or copy this one anew from where it was written"
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MOST_DIMENSIONS = 64
+_WHOLE = range(2**62)  # what can be a size of torch's
 
 
 def new_name() -> str:
@@ -267,14 +268,14 @@ def _fault(entry: Any, files: Mapping[str, tuple[int, str]]) -> str:
     path, pieces = (entry.get("path"), entry.get("pieces")) if isinstance(entry, dict) else (None, None)
     if not isinstance(path, list) or not path:
         return "has no path"
-    if not _are_whole([step for step in path if not isinstance(step, str)]):
+    if not set(map(type, path)) <= {str, int}:
         return "has a path of other things than names and numbers"
     if not isinstance(pieces, list) or not pieces:
         return "lies nowhere"
     size, itemsize, found = [], 0, 0  # as of a value that is no tensor, which is one piece without a size
     if "dtype" in entry:
         dtype, size = _DTYPES.get(str(entry["dtype"])), entry.get("size")
-        if dtype is None or not _are_whole(size) or len(size) > _MOST_DIMENSIONS:
+        if dtype is None or not isinstance(size, list) or len(size) > _MOST_DIMENSIONS:
             return "has no dtype or no size"
         itemsize = dtype.itemsize
     for piece in pieces:
@@ -285,16 +286,13 @@ def _fault(entry: Any, files: Mapping[str, tuple[int, str]]) -> str:
             return "lies in no file of the checkpoint"
         if start + length > files[name][0]:
             return f"lies beyond the end of {name}"
-        inside = _are_whole(offsets + sizes) and len(offsets) == len(sizes) == len(size)
-        if not inside or any(map(gt, map(add, offsets, sizes), size)) or math.prod(sizes) * itemsize > length:
+        numbers, same = offsets + sizes + size, len(offsets) == len(sizes) == len(size)
+        if not same or not set(map(type, numbers)) <= {int} or not all(map(_WHOLE.__contains__, numbers)):
+            return "has a piece that does not fit"
+        if any(map(gt, map(add, offsets, sizes), size)) or math.prod(sizes) * itemsize > length:
             return "has a piece that does not fit"
         found += math.prod(sizes)
     return "has pieces that are not the whole of it" if found != math.prod(size) else ""
-
-
-def _are_whole(values: Any) -> bool:
-    """Return whether it is a list of whole numbers, none below 0 or too large for torch."""
-    return isinstance(values, list) and set(map(type, values)) <= {int} and all(map(range(2**62).__contains__, values))
 
 
 class Reader(FileSystemReader):

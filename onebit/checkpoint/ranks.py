@@ -122,9 +122,8 @@ def saved_bytes(value: Any, what: str) -> bytes:
     return file.getvalue()
 
 
-def checked_extra(extra: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """What each object has for its state now. A ValueError or TypeError where one can't be given what was saved under
-    its name."""
+def check_extra(extra: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """A ValueError or TypeError where an object can't be given what was saved under its name."""
     for name, value in extra.items():
         if not callable(getattr(value, "load_state_dict", None)):
             raise TypeError(
@@ -136,6 +135,10 @@ def checked_extra(extra: Mapping[str, Any], found: Mapping[str, Any]) -> dict[st
                 f"the checkpoint has no extra {name!r}, it has {sorted(found) or 'none'}: load without it, or load "
                 f"another checkpoint"
             )
+
+
+def states_of(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy what each object has for its state now."""
     return {name: deepcopy(value.state_dict()) for name, value in extra.items() if hasattr(value, "state_dict")}
 
 

@@ -1,6 +1,6 @@
 """How a saved state comes back: what `onebit.checkpoint.schema` describes, or what torch.optim.AdamW has saved.
 
-Everything is built and checked beside the present state: a state that does not fit changes nothing.
+All of it is checked first: a state that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from onebit.checkpoint.checks import (
     Saved,
     check_options,
-    check_own,
     check_states,
     check_structure,
     checked_numbers,
+    checked_part,
     steps_of,
 )
-from onebit.checkpoint.schema import messages_of, progress, saved_fields
+from onebit.checkpoint.schema import messages_of, progress
 from onebit.kernels.data.bits import packed
 from onebit.optim.fields import JOINED, MASTER, MOMENTUM, RESIDUAL, Field
 from onebit.optim.flat_state import FlatState
@@ -32,22 +32,21 @@ from onebit.optim.masks import clear_fields
 from onebit.optim.mean_norm import ANEW, MeanNorm
 from onebit.optim.memory_order import flattened
 from onebit.optim.options import KEYS_OF_OTHERS, OF_ADAMW, check_group
-from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, is_compressed
+from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, by_flat_state, is_compressed
 from onebit.optim.run import Run
 from onebit.optim.setup import Setup
-from onebit.optim.sharding import part_of
 from onebit.optim.stages import Stages
 from onebit.optim.state import MomentumAt, Part, State
 from onebit.warning import warn
 
 
-def from_state_dict(run: Run, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Run]:
+def from_state_dict(setup: Setup, state_dict: Mapping[str, Any]) -> Restoration:
     """What `restored` returns, from what an optimizer's `state_dict` did."""
-    groups = _checked_groups(run.setup, state_dict)
+    groups = _checked_groups(setup, state_dict)
     keys = chain.from_iterable(g["params"] for g in groups)
-    params = chain.from_iterable(g["params"] for g in run.setup.groups)
+    params = chain.from_iterable(g["params"] for g in setup.groups)
     state = {p: state_dict["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
-    return restored(run, state, checked_numbers(groups[0].get(PROGRESS, "")), groups)
+    return restored(setup, state, checked_numbers(groups[0].get(PROGRESS, "")), groups)
 
 
 def adopted(run: Run, state: Mapping[Tensor, Saved]) -> Run:
@@ -57,17 +56,16 @@ def adopted(run: Run, state: Mapping[Tensor, Saved]) -> Run:
     state = {p: {name: v for name, v in own.items() if name in used} for p, own in state.items()}
     for each in run.state.states:
         each.take_over_writes()
-    return restored(run, state, progress(run), run.setup.groups)[1]
+    return restored(run.setup, state, progress(run), run.setup.groups).run()
 
 
 def restored(
-    run: Run, state: Mapping[Tensor, Saved], reached: dict[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> tuple[list[dict[str, Any]], Run]:
-    """Return what each param group is updated with, and the run that goes on from `state`. Nothing changes.
+    setup: Setup, state: Mapping[Tensor, Saved], reached: dict[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> Restoration:
+    """Check all of a saved state.
 
     reached, groups: how far the run had come, and what every param group had beside its parameters.
     """
-    setup = run.setup
     # without empty dicts: torch's get_optimizer_state_dict puts them where a flattened state lacks a name
     saved = {
         p: {name: v for name, v in (state.get(p) or {}).items() if not isinstance(v, Mapping) or v}
@@ -75,112 +73,95 @@ def restored(
         for p in group["params"]
     }
     numbers = _numbers(setup, reached, saved)
-    merged = _merged_options(setup, groups, numbers["compressing"])
-    own = [{**group, **new} for group, new in zip(setup.groups, merged, strict=True)]
-    return merged, Run(setup, _Restoration(setup, numbers, saved, own).state(len(run.state.compressed)))
+    options = _merged_options(setup, groups, numbers["compressing"])
+    parts = dict[Tensor, Saved]()
+    for group in setup.groups:
+        fields = [*setup.algorithm.saved_fields(numbers["compressing"] and is_compressed(group)), MASTER]
+        for p in group["params"]:
+            if p.requires_grad:
+                needed = bool(saved[p]) or numbers["compressing"]
+                parts[p] = checked_part(saved[p], fields, p, setup.name_of(p)) if needed else {}
+    return Restoration(setup, numbers, parts, options, _chunks(setup, numbers))
 
 
 @dataclass(frozen=True)
-class _Restoration:
-    """New parts, filled from what was saved."""
+class Restoration:
+    """A saved state that was checked, and from which `run` builds another run: nothing of the present one changes."""
 
     setup: Setup
-    numbers: Mapping[str, Any]
-    saved: Mapping[Tensor, Saved]
-    groups: Sequence[Mapping[str, Any]]  # each param group with the options that were saved
+    numbers: Mapping[str, Any]  # how far the run had come
+    saved: Mapping[Tensor, Saved]  # this rank's part of what was saved of every parameter that trains
+    options: Sequence[dict[str, Any]]  # what each param group is updated with
+    chunks: Sequence[int]  # in stage 2 of each compressed flat state
 
-    def state(self, dtypes: int) -> State:
-        """dtypes: of the parameters that are compressed."""
-        setup, numbers, chunks = self.setup, self.numbers, list[int]()
-        if numbers["compressing"]:
-            chunks = [n if setup.options.chunks == "auto" else setup.options.chunks for n in numbers["chunks"]]
-            if len(chunks) != dtypes:
-                raise ValueError(
-                    f"the state was saved with parameters of {len(chunks)} dtypes, here they have {dtypes}: messages "
-                    f"of stage 2 are made for each. Cast the model as it was when it was saved"
-                )
-        joined = self._joined()
-        parts = [Part(state) for state in setup.flat_states(chunks, joined)]
+    def run(self) -> Run:
+        setup, numbers, steps = self.setup, self.numbers, int(self.numbers["steps"])
+        after = {p: int(own[JOINED.name]) for p, own in self.saved.items() if JOINED.name in own}
+        joined = {p: n for p, n in after.items() if 0 < n <= steps}
+        parts, chunks = [Part(state) for state in setup.flat_states(self.chunks, joined)], list(self.chunks)
         for part in parts:
-            saved, in_stage_2 = self._checked(part.state), numbers["compressing"] and part.state.compressed
+            in_stage_2 = numbers["compressing"] and part.state.compressed
             if in_stage_2:
                 part.state.set_chunks(chunks.pop(0))
-            self._load(part.state, saved, in_stage_2)
+            self._load(part.state, in_stage_2)
             part.state.scratch = setup.algorithm.scratch(part.state)
             if in_stage_2:
                 clear_fields(part.state)
                 part.start_reducer(setup)
-                part.gathered = _whole_residual(part.state, saved)
+                part.gathered = self._whole_residual(part.state)
         rule = setup.freeze_rule([part.state for part in parts])
         rule.restore(numbers["trace"])
-        steps, skipped = int(numbers["steps"]), int(numbers["skipped_steps"])
-        compressing = numbers["compressing"]
+        skipped, compressing = int(numbers["skipped_steps"]), numbers["compressing"]
         stages = Stages(rule, setup.device, steps=steps, skipped=skipped, compressing=compressing)
-        mean_norm, sent = MeanNorm(setup.device, self._mean_norm()), int(numbers["wire_bytes"])
+        full, *others = map(float, numbers["mean_norm"])
+        if numbers["senders"] != setup.topology.nodes:
+            full = 0.0  # F is not known: a mean of more gradients is shorter
+        mean_norm, sent = MeanNorm(setup.device, [full, *others]), int(numbers["wire_bytes"])
         at: MomentumAt = "exp_avg" if compressing else "messages"
         late = setup.late_rows(joined)
-        return State(parts, stages, mean_norm, sent, merged=compressing, momentum_at=at, late=late)
+        return Run(setup, State(parts, stages, mean_norm, sent, merged=compressing, momentum_at=at, late=late))
 
-    def _joined(self) -> dict[Tensor, int]:
-        """Return after which step a parameter was added, where that was saved and is one number as it should be."""
-        found: dict[Tensor, Any] = {p: own.get(JOINED.name) for p, own in self.saved.items()}
-        known = {p: float(n) for p, n in found.items() if _form(n) == (torch.float32, 1, False)}
-        return {p: int(n) for p, n in known.items() if 0 < n <= self.numbers["steps"]}
-
-    def _mean_norm(self) -> list[float]:
-        """The numbers of the mean's norm. With another number of senders F is not known: a mean of more gradients is
-        shorter."""
-        full, *others = map(float, self.numbers["mean_norm"])
-        return [full if self.numbers["senders"] == self.setup.topology.nodes else 0.0, *others]
-
-    def _fields(self, state: FlatState) -> list[Field]:
-        """Those that this stage uses."""
-        if self.numbers["compressing"] and state.compressed:
-            return saved_fields(self.setup, state)
-        return [*(field for field in self.setup.algorithm.stage_1 if field.saved), MASTER]
-
-    def _checked(self, state: FlatState) -> list[Saved]:
-        """Check what was saved of this rank's part of every parameter, and return it."""
-        fields, saved = self._fields(state), list[Saved]()
-        whole = {field.name for field in fields if field.per != "parameter"}
-        for i, p in enumerate(state.params):
-            own = {name: part_of(v, p if name in whole else None) for name, v in self.saved[p].items()}
-            if own or self.numbers["compressing"]:
-                check_own(own, fields, state.shapes[i], self.setup.name_of(p))
-            saved.append(own)
-        return saved
-
-    def _load(self, state: FlatState, saved: Sequence[Saved], in_stage_2: bool) -> None:
+    def _load(self, state: FlatState, in_stage_2: bool) -> None:
         algorithm, steps = self.setup.algorithm, int(self.numbers["steps"])
+        saved = [self.saved[p] for p in state.params]
+        groups = [{**group, **new} for group, new in zip(self.setup.groups, self.options, strict=True)]
         for field in (MOMENTUM, *algorithm.stage_2) if in_stage_2 else algorithm.stage_1:
             if field.name not in state and (field.always or _differs(field, saved)):
                 state.add(field)
-        for i, own in enumerate(saved):
-            for field in state.fields.values():
-                if field.saved and field.name in own:
-                    _load_field(state, field, i, own[field.name])
-            if in_stage_2:
-                algorithm.load_derived(state, i, own, self.groups[state.groups[i]], steps)
+        for field in state.fields.values():
+            if field.saved:
+                _fill(state, field, saved)
+        if in_stage_2:
+            for i, own in enumerate(saved):
+                algorithm.load_derived(state, i, own, groups[state.groups[i]], steps)
         if USUAL.name in state and self.numbers["messages"] != messages_of(self.setup):
             state[USUAL.name].zero_()  # it is of the messages that there were
         state.master_is_current = all(MASTER.name in own for own in saved)
         if "optimizer" not in self.numbers and state.compressed and steps:
-            algorithm.adopt_variance(state, steps, [betas_of(self.groups[group])[1] for group in state.groups])
+            algorithm.adopt_variance(state, steps, [betas_of(groups[group])[1] for group in state.groups])
+
+    def _whole_residual(self, state: FlatState) -> Tensor | None:
+        """Return what a rank that has a slice saves of all slices: fp32 [elements], on the host."""
+        if state.slices == 1:
+            return None
+        whole = torch.zeros(state.layout.elements, dtype=torch.float32, device="cpu")
+        for i, p in enumerate(state.params):
+            if RESIDUAL.name in self.saved[p]:
+                state.cut(whole, i).copy_(self.saved[p][RESIDUAL.name])
+        return whole
 
 
-def _whole_residual(state: FlatState, saved: Sequence[Saved]) -> Tensor | None:
-    """Return what a rank that has a slice saves of all slices: fp32 [elements], on the host."""
-    if state.slices == 1:
-        return None
-    whole = torch.zeros(state.layout.elements, dtype=torch.float32, device="cpu")
-    for i, own in enumerate(saved):
-        if RESIDUAL.name in own:
-            state.elements_of(whole, i).copy_(flattened(own[RESIDUAL.name], state.orders[i]))
-    return whole
-
-
-def _form(value: Any) -> tuple[torch.dtype, int, bool] | None:
-    return (value.dtype, value.numel(), value.is_meta) if isinstance(value, Tensor) else None
+def _chunks(setup: Setup, numbers: Mapping[str, Any]) -> list[int]:
+    """Return the chunks of each compressed flat state of stage 2."""
+    if not numbers["compressing"]:
+        return []
+    dtypes = sum(compressed for compressed, _, _ in by_flat_state(setup.groups))
+    if len(numbers["chunks"]) != dtypes:
+        raise ValueError(
+            f"the state was saved with parameters of {len(numbers['chunks'])} dtypes, here they have {dtypes}: "
+            f"messages of stage 2 are made for each. Cast the model as it was when it was saved"
+        )
+    return [n if setup.options.chunks == "auto" else setup.options.chunks for n in numbers["chunks"]]
 
 
 def _differs(field: Field, saved: Sequence[Saved]) -> bool:
@@ -189,15 +170,24 @@ def _differs(field: Field, saved: Sequence[Saved]) -> bool:
     return any(bool((own[field.name] != initial).any()) for own in saved if field.name in own)
 
 
-def _load_field(state: FlatState, field: Field, index: int, value: Tensor) -> None:
-    if field.per in ("element", "slice"):
-        flat = flattened(value, state.orders[index])
-        for part, own in state.parts_of(field.name, index):
-            own.copy_(flat[part])
-    elif field.per == "bit":
-        state.view(field.name, index).copy_(packed(flattened(value != 0, state.orders[index])))
-    else:
-        state.view(field.name, index).copy_(value.view(()))
+def _fill(state: FlatState, field: Field, saved: Sequence[Saved]) -> None:
+    """Write one field of every parameter, as far as it was saved."""
+    if field.per == "parameter":
+        numbers = [float(own.get(field.name, field.initial)) for own in saved]
+        state[field.name].copy_(torch.tensor(numbers, dtype=torch.float32, device="cpu"))
+        return
+    for i, own in enumerate(saved):
+        value = own.get(field.name)
+        if value is None:
+            continue
+        if field.per == "bit":
+            state.view(field.name, i).copy_(packed(flattened(value != 0, state.orders[i])))
+        elif field.per == "slice" and state.slices > 1:
+            flat = flattened(value, state.orders[i])
+            for elements, part in state.parts_of(field.name, i):
+                part.copy_(flat[elements])
+        else:
+            state.view(field.name, i).copy_(value)
 
 
 def _checked_groups(setup: Setup, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:

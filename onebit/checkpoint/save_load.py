@@ -1,9 +1,9 @@
 """Checkpoints of a whole run, over torch.distributed.checkpoint: saved by all ranks, loaded by any number of them.
 
 A save is whole or not there, and until it is whole the checkpoint before it stays (`onebit.checkpoint.files`). A load
-checks version, layout and every file before it reads. Every rank then reads and builds what it needs beside what is
-there; when all have, all install it. A checkpoint that is damaged or does not fit is a ValueError on every rank (a
-TypeError where a value is of another kind) and changes nothing.
+checks version, layout and every file before it reads. Every rank then reads and checks what it needs; when all have,
+each builds its state in the place of the one there was. A checkpoint that is damaged or does not fit is a ValueError on
+every rank (a TypeError where a value is of another kind) and changes nothing.
 """
 
 # mypy: disable-error-code="attr-defined"
@@ -33,12 +33,13 @@ from onebit.checkpoint.files import Planner, Reader, check_layout, index_of, lay
 from onebit.checkpoint.ranks import (
     EXTRA,
     CheckpointRanks,
-    checked_extra,
+    check_extra,
     own_error,
     packed_extra,
     rank_to_read,
     restore_extra,
     saved_bytes,
+    states_of,
     unpacked_extra,
 )
 from onebit.optim.param_groups import PROGRESS
@@ -119,18 +120,29 @@ def load(
 
     def read() -> tuple[Any, ...]:
         source = _Source(manifest, optimizer)
-        return source.model_state(inner), source.extra(ranks), source.optimizer_state()
+        found = source.extra(ranks)
+        check_extra(asked, found)
+        return source.model_state(inner), found, source.optimizer_state()
 
     state, found, saved = ranks.on_all(read)
-    install = ranks.on_all(lambda: optimizer.prepare_load(saved))  # where hooks of others may call collectives
-    before = ranks.on_all(lambda: checked_extra(asked, found))
+    install_state = ranks.on_all(lambda: optimizer.prepare_load(saved))  # where hooks of others may call collectives
+    before: dict[str, Any] = {}
+
+    def restore() -> None:
+        before.update(states_of(asked))
+        restore_extra(asked, found)
+
     try:  # the only part that others' code can refuse comes first
-        ranks.on_all(lambda: restore_extra(asked, found))
+        ranks.on_all(restore)
     except Exception:
         restore_extra(asked, before)
         raise
-    inner.load_state_dict(state)
-    install()
+
+    def install() -> None:
+        inner.load_state_dict(state)
+        install_state()
+
+    ranks.on_all(install)
     return found
 
 
@@ -266,9 +278,8 @@ class _Source:
         return {"state": state, "param_groups": [groups[i] for i in range(len(groups))]}
 
     def _read(self, keys: Iterable[str]) -> dict[str, Any]:
-        """What is stored under `keys`; of a sharded parameter's tensors this rank's part."""
-        found = self._fill({key: self._empty(key) for key in keys})
-        return {key: local(value) if isinstance(value, Tensor) else value for key, value in found.items()}
+        """What is stored under `keys`; of a sharded parameter's tensors this rank's part is read."""
+        return self._fill({key: self._empty(key) for key in keys})
 
     def _empty(self, key: str) -> Tensor | None:
         entry = self._index.state_dict_metadata[key]

@@ -71,11 +71,11 @@ def live(run: Run) -> dict[Tensor, dict[str, Tensor]]:
     shown: dict[Tensor, dict[str, Tensor]] = {}
     for part in run.state.parts:
         state, fields = part.state, saved_fields(run.setup, part.state)
+        kept = ("element", "parameter") if state.slices > 1 else ("element", "slice", "parameter")
+        names = [field.name for field in fields if field.name in state and field.per in kept]
+        nothing = {"step": step, **{field.name: empty for field in fields}}
         for i, p in enumerate(state.params):
-            views = state.views(i) | {
-                f.name: state.view(f.name, i) for f in fields if f.name in state and f.per == "parameter"
-            }
-            shown[p] = {"step": step} | {field.name: views.get(field.name, empty) for field in fields}
+            shown[p] = {**nothing, **{name: state.view(name, i) for name in names}}
     return shown
 
 

@@ -175,8 +175,9 @@ class Follower:
         nodes, slices = value["nodes"], value["slices"]
         node = Absent(0, slices) if slices > 1 else None
         setup = replace(inner.setup, topology=Topology(Absent(1, nodes * slices), Absent(0, nodes), node))
-        groups, run = shared.restored(replace(inner.run, setup=setup))
-        shared.put_parameters(inner, groups)
+        restoration = shared.restored(setup)
+        run = restoration.run()
+        shared.put_parameters(inner, restoration.options)
         self._run = run
 
     def _take(self, value: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:

@@ -18,7 +18,7 @@ from onebit.collectives.hand_over import receive_tensors, send_tensors
 from onebit.collectives.transport.protocol import Ranks
 from onebit.optim.fields import RESIDUAL
 from onebit.optim.param_groups import PROGRESS
-from onebit.optim.run import Run
+from onebit.optim.setup import Setup
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 Saved = dict[Tensor, dict[str, Any]]
@@ -81,12 +81,12 @@ class Shared:
     def receive(cls, ranks: Ranks, source: int, device: torch.device) -> Shared:
         return cls.unpacked(*receive_tensors(ranks, source, device, _JOINING))
 
-    def restored(self, run: Run) -> tuple[list[dict[str, Any]], Run]:
+    def restored(self, setup: Setup) -> restore.Restoration:
         """See `restore.restored`."""
-        params = [p for group in run.setup.groups for p in group["params"]]
+        params = [p for group in setup.groups for p in group["params"]]
         states = dict(zip(params, self.states, strict=True))
         numbers = checked_numbers(schema.as_text(self.numbers))
-        return restore.restored(run, states, numbers, self.groups)
+        return restore.restored(setup, states, numbers, self.groups)
 
     @property
     def digest(self) -> str:

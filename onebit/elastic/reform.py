@@ -151,8 +151,8 @@ class _Own:
             members.settle(inner)
             self._save(members)
         received = self._get_states(members)
-        built: list[tuple[list[dict[str, Any]], Run]] = []
-        build = partial(self._restored, topology, received)
+        built: list[tuple[Sequence[dict[str, Any]], Run]] = []
+        build = partial(self._built, topology, received)
         gathered(members.everyone, self.device, lambda: built.append(build()), _BUILDING)
         ((groups, run),) = built
         merging.add_residual_shares(run.state, self.shares)
@@ -173,6 +173,7 @@ class _Own:
         inner = self.inner
         inner.run.check_own_parameters("reform")
         if inner.run.state.under_way is None:
+            inner.run.check_whole("reform")
             inner.catch_up()
         if inner.setup.topology.shard is not None:
             raise ValueError(
@@ -267,18 +268,20 @@ class _Own:
     def _shared(self) -> Shared:
         return Shared.of(self.inner, self.saved, self.numbers)
 
-    def _restored(self, topology: Topology, received: Shared | None) -> tuple[list[dict[str, Any]], Run]:
+    def _built(self, topology: Topology, received: Shared | None) -> tuple[Sequence[dict[str, Any]], Run]:
         """What each param group is updated with, and the state as the new ranks cut it."""
-        run = replace(self.inner.run, setup=replace(self.inner.setup, topology=topology))
+        setup = replace(self.inner.setup, topology=topology)
         for p, share in self.shares.items():
             if not bool(share.isfinite().all()):
                 raise ValueError(
-                    f"the residual of parameter {run.setup.name_of(p)} is not finite, as no run leaves it: the state "
+                    f"the residual of parameter {setup.name_of(p)} is not finite, as no run leaves it: the state "
                     f"is damaged. Load the last checkpoint"
                 )
         if received is not None:
-            return received.restored(run)
-        return restore.restored(run, self.saved, self.numbers, run.setup.groups)
+            found = received.restored(setup)
+        else:
+            found = restore.restored(setup, self.saved, self.numbers, setup.groups)
+        return found.options, found.run()
 
     def _go_on_between_exchanges(self, run: Run, progress: Any) -> None:
         """What a load has no use for: local steps since the last exchange, of which all have this progress."""

@@ -73,10 +73,10 @@ class FlatState:
         self.fixed = [(fixed or {}).get(p) for p in self.params]
         self.block_size, self.ranks = block_size, ranks
         self.slices, self.slice_index = slices, slice_index
-        cuts = [self._cut(chunks) for chunks in chunk_counts]
-        self._capacity = max(cut.elements for cut in cuts)
-        self._slice_capacity = max(_size(cut.parts(slice_index, slices)) for cut in cuts)
-        self._use(self._cut(1))
+        cuts = {chunks: self._cut(chunks) for chunks in {1, *chunk_counts}}
+        self._capacity = max(cut.elements for cut in cuts.values())
+        self._slice_capacity = max(_size(cut.parts(slice_index, slices)) for cut in cuts.values())
+        self._use(cuts[1])
         self.parameters = Pointers(self.layout, self.device, self.dtype, "parameter")
         self.gradients = Pointers(self.layout, self.device, self.dtype, "gradient")
         self._after_step: list[tuple[int, int]] = []  # or a load, of every parameter its version, and where it lies
@@ -181,20 +181,11 @@ class FlatState:
         start = int(self.layout.offset[index])
         return flat[start : start + self.numels[index]]
 
-    def views(self, index: int) -> dict[str, Tensor]:
-        """What is kept for one parameter and has its shape."""
-        whole = ("element",) if self.slices > 1 else ("element", "slice")
-        return {name: self.view(name, index) for name, field in self.fields.items() if field.per in whole}
-
     def parts_of(self, name: str, index: int) -> list[tuple[slice, Tensor]]:
         """Which elements of a parameter, as they lie in memory, a field has on this rank, and their part of it."""
-        if self.fields[name].per == "slice":
-            return self.pieces(self[name], index)
+        if self.fields[name].per == "slice" and self.slices > 1:
+            return pieces(self.slice_spans, self[name], index)
         return [(slice(0, self.numels[index]), self.elements_of(self[name], index))]
-
-    def pieces(self, flat: Tensor, index: int) -> list[tuple[slice, Tensor]]:
-        """Which elements of a parameter are in this rank's slice, and their part of a flat tensor of the slice."""
-        return pieces(self.slice_spans, flat, index)
 
     def hyper_of(self, index: int, hyper: Tensor) -> Hyper:
         """The numbers of a parameter's group, each a tensor of one element on the device."""

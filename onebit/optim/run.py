@@ -225,7 +225,7 @@ class Run:
             )
 
     def check_whole(self, what: str) -> None:
-        """Raise a ValueError after a freeze or an exchange that did not end."""
+        """Raise a ValueError after a freeze, a load or an exchange that did not end."""
         if self.state.under_way is not None:
             raise ValueError(
                 f"{what} after a step that an error or an interrupt has ended while messages were exchanged: residuals "
@@ -236,6 +236,11 @@ class Run:
             raise ValueError(
                 f"{what} after a freeze that an error or an interrupt has ended: one part of the state is that of "
                 f"stage 1, another that of stage 2. Load the last saved state (load_state_dict)"
+            )
+        if self.state.half_loaded:
+            raise ValueError(
+                f"{what} after a load that an error or an interrupt has ended: the state before it is gone, and the "
+                f"new one was not built. Load a saved state (load_state_dict)"
             )
 
     def check_synchronized(self) -> None:

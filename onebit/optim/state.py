@@ -110,6 +110,7 @@ class State:
     at_last_sync: bool = False  # whether the model has the parameters of the last exchange
     under_way: UnderWay | None = None
     half_frozen: bool = False  # whether a freeze has begun, and not ended
+    half_loaded: bool = False  # whether a load has begun, and not ended
     kept_undo: list[Undo] = field(default_factory=list)  # of each reducer, once one was needed
 
     @classmethod
@@ -145,6 +146,10 @@ class State:
         stages = before.stages if before else Stages(setup.freeze_rule(states), setup.device)
         mean_norm = before.mean_norm if before else MeanNorm(setup.device)
         return cls([Part(state) for state in states], stages, mean_norm, late=late)
+
+    def let_go(self) -> State:
+        """Return what there is of a run while another state is built in the place of this one: no tensors."""
+        return State([], self.stages, self.mean_norm, half_loaded=True)
 
     @cached_property
     def states(self) -> list[FlatState]:

@@ -476,7 +476,8 @@ class OneBitOptimizer(Progress):
     @torch.inference_mode(False)
     @torch.no_grad()
     def prepare_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
-        """Build and check a saved state. Nothing changes until the result is called: it installs the state."""
+        """Check a saved state. Nothing changes until the result is called: it lets the present state go, whose memory
+        the new one needs, then builds and installs that."""
         self.overlap.check_at_rest("load_state_dict")
         self.run.check_own_parameters("load_state_dict")
         self.find_ranks()
@@ -487,12 +488,14 @@ class OneBitOptimizer(Progress):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         setup = self.run.setup if (device := self.new_device) is None else self._setup_on(device)
-        groups, run = restore.from_state_dict(replace(self.run, setup=setup), state_dict)
+        restoration = restore.from_state_dict(setup, state_dict)
 
         @torch.inference_mode(False)
         @torch.no_grad()
         def install() -> None:
-            for group, new in zip(self.param_groups, groups, strict=True):
+            self.install(replace(self.run, state=self.run.state.let_go()))
+            run = restoration.run()
+            for group, new in zip(self.param_groups, restoration.options, strict=True):
                 group.update(new)
             if setup.device == self.run.setup.device:
                 self.install(run)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from onebit.checkpoint.files import INDEX, MANIFEST
+from onebit.optim.flat_state import FlatState
 from tests import checkpoints
 from tests.checkpoints import Payload, Run, forge, forge_value, put_manifest, written_files
 from tests.onebit.runs import Case, on_ranks, same
@@ -147,13 +148,13 @@ def test_another_models_checkpoint_is_refused(written):
 # On several ranks
 
 
-def no_memory():
+def no_memory(*args):
     raise MemoryError("no memory")
 
 
 @on_ranks(3)
 def test_what_one_rank_finds_is_an_error_on_all(rank, tmp_path):
-    """Damage in the file that it reads; then rank 1 has another model, another folder, or none."""
+    """Damage in the file that it reads; then rank 1 has another model, another folder, or none; or no memory."""
     one, other, names = tmp_path / "5", tmp_path / "6", ("__0_0.distcp", "__2_0.distcp", "index.json")
     for saved, steps in ((one, 5), (other, 6)):
         Run(CASE, steps, rank, group()).save(saved)
@@ -180,6 +181,13 @@ def test_what_one_rank_finds_is_an_error_on_all(rank, tmp_path):
         if rank == 1:
             patch.setattr(run.model, "state_dict", no_memory)
         run.load(one)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="rank 1: no memory"):
+        if rank == 1:
+            patch.setattr(FlatState, "add", no_memory)  # when all ranks have found that it fits
+        run.load(one)
+    run.load(one)
+    run.on(6, 6)
+    assert run.optimizer.steps == 6
     return texts[: len(names)]
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import onebit
+from onebit.collectives.transport.protocol import LocalTransport
+from onebit.optim.flat_state import FlatState
 from tests import internals
 from tests.checkpoints import Run
 from tests.fuzz.states import mark
@@ -192,6 +194,30 @@ def test_after_a_refusal_a_run_goes_on_as_if_nothing_had_been_tried(kind):
         for each in (on, undisturbed):
             each.on(here + 1, here + 2)
         assert same(on.all(), undisturbed.all())
+
+
+@kinds
+def test_after_a_load_that_found_no_memory_nothing_but_a_load_goes_on(kind):
+    """The state before it is gone by then: the new one is built in its place."""
+    for here in (2, 6):
+        on, undisturbed = (Run(CASE.but(kind=kind, seed=1), here) for _ in range(2))
+        state = snapshot(undisturbed.optimizer.state_dict())
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(FlatState, "add", no_memory)
+            on.optimizer.load_state_dict(state)
+        step = functools.partial(on.on, here + 1, here + 1)
+        reform = functools.partial(onebit.reform, on.optimizer, LocalTransport())
+        for act in (step, reform, on.optimizer.state_dict, on.optimizer.synchronize):
+            with pytest.raises(ValueError, match="after a load that an error or an interrupt has ended"):
+                act()
+        on.optimizer.load_state_dict(state)
+        for each in (on, undisturbed):
+            each.on(here + 1, here + 2)
+        assert same(on.all(), undisturbed.all())
+
+
+def no_memory(*args):
+    raise MemoryError("no memory")
 
 
 def test_what_is_no_state_or_does_not_fit_of_adamw_is_refused():
