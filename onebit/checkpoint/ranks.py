@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any, TypeVar
 
 import numpy as np
@@ -135,11 +134,6 @@ def check_extra(extra: Mapping[str, Any], found: Mapping[str, Any]) -> None:
                 f"the checkpoint has no extra {name!r}, it has {sorted(found) or 'none'}: load without it, or load "
                 f"another checkpoint"
             )
-
-
-def states_of(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy what each object has for its state now."""
-    return {name: deepcopy(value.state_dict()) for name, value in extra.items() if hasattr(value, "state_dict")}
 
 
 def restore_extra(extra: Mapping[str, Any], found: Mapping[str, Any]) -> None:

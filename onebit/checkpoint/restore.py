@@ -36,7 +36,7 @@ from onebit.optim.param_groups import COMPRESS, PROGRESS, betas_of, by_flat_stat
 from onebit.optim.run import Run
 from onebit.optim.setup import Setup
 from onebit.optim.stages import Stages
-from onebit.optim.state import MomentumAt, Part, State
+from onebit.optim.state import Part, State
 from onebit.warning import warn
 
 
@@ -96,11 +96,12 @@ class Restoration:
 
     def run(self) -> Run:
         setup, numbers, steps = self.setup, self.numbers, int(self.numbers["steps"])
+        compressing = numbers["compressing"]
         after = {p: int(own[JOINED.name]) for p, own in self.saved.items() if JOINED.name in own}
         joined = {p: n for p, n in after.items() if 0 < n <= steps}
         parts, chunks = [Part(state) for state in setup.flat_states(self.chunks, joined)], list(self.chunks)
         for part in parts:
-            in_stage_2 = numbers["compressing"] and part.state.compressed
+            in_stage_2 = compressing and part.state.compressed
             if in_stage_2:
                 part.state.set_chunks(chunks.pop(0))
             self._load(part.state, in_stage_2)
@@ -108,18 +109,17 @@ class Restoration:
             if in_stage_2:
                 clear_fields(part.state)
                 part.start_reducer(setup)
-                part.gathered = self._whole_residual(part.state)
+                part.gathered = None if part.state.slices == 1 else self._whole_residual(part.state)
         rule = setup.freeze_rule([part.state for part in parts])
         rule.restore(numbers["trace"])
-        skipped, compressing = int(numbers["skipped_steps"]), numbers["compressing"]
+        skipped, sent = int(numbers["skipped_steps"]), int(numbers["wire_bytes"])
         stages = Stages(rule, setup.device, steps=steps, skipped=skipped, compressing=compressing)
         full, *others = map(float, numbers["mean_norm"])
         if numbers["senders"] != setup.topology.nodes:
             full = 0.0  # F is not known: a mean of more gradients is shorter
-        mean_norm, sent = MeanNorm(setup.device, [full, *others]), int(numbers["wire_bytes"])
-        at: MomentumAt = "exp_avg" if compressing else "messages"
-        late = setup.late_rows(joined)
-        return Run(setup, State(parts, stages, mean_norm, sent, merged=compressing, momentum_at=at, late=late))
+        state = State(parts, stages, MeanNorm(setup.device, [full, *others]), sent, late=setup.late_rows(joined))
+        state.merged, state.momentum_at = compressing, "exp_avg" if compressing else "messages"
+        return Run(setup, state)
 
     def _load(self, state: FlatState, in_stage_2: bool) -> None:
         algorithm, steps = self.setup.algorithm, int(self.numbers["steps"])
@@ -140,10 +140,8 @@ class Restoration:
         if "optimizer" not in self.numbers and state.compressed and steps:
             algorithm.adopt_variance(state, steps, [betas_of(groups[group])[1] for group in state.groups])
 
-    def _whole_residual(self, state: FlatState) -> Tensor | None:
+    def _whole_residual(self, state: FlatState) -> Tensor:
         """Return what a rank that has a slice saves of all slices: fp32 [elements], on the host."""
-        if state.slices == 1:
-            return None
         whole = torch.zeros(state.layout.elements, dtype=torch.float32, device="cpu")
         for i, p in enumerate(state.params):
             if RESIDUAL.name in self.saved[p]:
@@ -176,10 +174,8 @@ def _fill(state: FlatState, field: Field, saved: Sequence[Saved]) -> None:
         numbers = [float(own.get(field.name, field.initial)) for own in saved]
         state[field.name].copy_(torch.tensor(numbers, dtype=torch.float32, device="cpu"))
         return
-    for i, own in enumerate(saved):
-        value = own.get(field.name)
-        if value is None:
-            continue
+    there = [(i, own[field.name]) for i, own in enumerate(saved) if field.name in own]
+    for i, value in there:
         if field.per == "bit":
             state.view(field.name, i).copy_(packed(flattened(value != 0, state.orders[i])))
         elif field.per == "slice" and state.slices > 1:

@@ -39,7 +39,6 @@ from onebit.checkpoint.ranks import (
     rank_to_read,
     restore_extra,
     saved_bytes,
-    states_of,
     unpacked_extra,
 )
 from onebit.optim.param_groups import PROGRESS
@@ -100,7 +99,7 @@ def load(
     """Continue from what `save` wrote, on any number of ranks: a collective call.
 
     The run goes on bit for bit on as many ranks. If the model's own load_state_dict raises (a hook of its layers, say),
-    part of the model and what is in extra may have changed.
+    or memory runs out as the state is built, model, state and what is in extra may be part old, part new: load again.
 
     Args:
         folder: what `save` has written to.
@@ -129,7 +128,7 @@ def load(
     before: dict[str, Any] = {}
 
     def restore() -> None:
-        before.update(states_of(asked))
+        before.update({name: deepcopy(v.state_dict()) for name, v in asked.items() if hasattr(v, "state_dict")})
         restore_extra(asked, found)
 
     try:  # the only part that others' code can refuse comes first
