@@ -300,9 +300,19 @@ def test_a_false_index_is_refused(saved):
         ({"pieces": [[*piece[:3], 2**40, piece[4]]]}, "lies beyond the end"),
         ({"pieces": [[*piece[:2], "/etc/passwd", 0, 10]]}, "lies in no file"),
         ({"pieces": [[*piece[:3], -1, piece[4]]]}, "lies in no file"),
+        ({"pieces": [[*piece[:4], True]]}, "lies nowhere"),
+        *(({"pieces": [[[odd, 0], *piece[1:]]]}, "does not fit") for odd in (-1, True, 0.0, "0")),
+        ({"pieces": [[[2**62, 0], [7, 9], *piece[2:]]], "size": [2**62 + 7, 9]}, "does not fit"),
         ({"pieces": [[*piece[:3], piece[3] + 1, piece[4]]]}, "."),  # another's place
     ):
         forge(saved, INDEX, json.dumps({**whole, key: {**whole[key], **change}}).encode())
         assert_refused(saved, match, (ValueError, TypeError))
+    for index, match in (
+        ([], "no table of entries"),
+        ({**whole, LR: [1]}, "has no path"),
+        ({**whole, LR: {**whole[LR], "pieces": 2 * whole[LR]["pieces"]}}, "not the whole of it"),
+    ):
+        forge(saved, INDEX, json.dumps(index).encode())
+        assert_refused(saved, match)
     forge(saved, INDEX, json.dumps({k: v for k, v in whole.items() if k != key}).encode())
     assert_refused(saved, "exp_avg_sq")
