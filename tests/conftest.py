@@ -37,7 +37,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import full, reach, schedule
+from tests import reach, schedule
 
 # Triton decides at the definition of a kernel whether it will be interpreted: must stand before triton is imported.
 if not torch.cuda.is_available():
@@ -159,7 +159,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for name, took in files.most_common(10):
             terminalreporter.write_line(f"{took:7.1f} s  {name}")
         terminalreporter.write_line(f"{sum(files.values()):7.1f} s  of all {len(files)}")
-        if due := full.summary():
-            terminalreporter.write_line(due)
     if config.getoption("--write-seconds"):
         schedule.write(schedule.spread(seconds, shared))

@@ -1,11 +1,10 @@
-"""Which tests run, and in what order, follows from recorded seconds; what is run by hand has a record."""
+"""Which tests run, and in what order, follows from recorded seconds."""
 
 import json
-import sys
 
 import pytest
 
-from tests import full, schedule
+from tests import schedule
 
 RECORDED = {
     "files": {"tests/a.py": 10.0, "tests/b.py": 6.0, "tests/c.py": 1.0},
@@ -58,27 +57,3 @@ def test_what_is_made_once_counts_in_equal_parts_for_all_that_use_it():
         "z": 5.0,
         "w": 5.0,
     }
-
-
-def test_a_long_command_has_a_record_or_is_named(monkeypatch, capsys):
-    """The repository's records are of commands there are. One of other code, that failed or is missing is named."""
-    assert set(full.records()) <= set(full.COMMANDS)
-    record = full.Record("2026-01-01", "0" * 12, "a machine", 1, "passed")
-    good, other, failed = (full.Command(name, (name,), "") for name in ("good", "other", "failed"))
-    monkeypatch.setattr(full, "COMMANDS", {"good": good, "failed": failed, "other": other, "new": good})
-    known = {
-        "good": record,
-        "other": record,
-        "failed": full.Record("2026-01-02", "1" * 12, "a machine", 1, "failed with 1"),
-    }
-    monkeypatch.setattr(full, "records", lambda: known)
-    monkeypatch.setattr(full, "_git", lambda *words: {"good": "0", "other": "3"}[words[-1]])
-    due = full.outdated()
-    assert list(due) == ["failed", "other", "new"] and "3 commits" in due["other"]
-    assert full.summary().startswith("not passed on this code: failed, other, new (") and "\n" not in full.summary()
-    monkeypatch.setattr(sys, "argv", ["tests.full"])
-    assert full.main() == 0
-    said = capsys.readouterr().out.splitlines()[len(full.COMMANDS) :]
-    assert [line.partition(" ")[0] for line in said] == ["failed", "other", "new"]
-    monkeypatch.setattr(full, "COMMANDS", {})
-    assert full.summary() == ""
