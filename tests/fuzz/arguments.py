@@ -192,7 +192,7 @@ def _main(words: list[str]) -> str:
         if arguments.command == "tune":
             pick_device(arguments.device)
         if arguments.command == "plan":
-            arguments.plot = arguments.map = None
+            arguments.map = None
             plan.run(arguments)
 
     out, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors="backslashreplace") for _ in range(2))

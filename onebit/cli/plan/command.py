@@ -17,7 +17,7 @@ from onebit.cli.arguments import CommandError, check_picture, writing_picture
 from onebit.cli.plan.cluster import Cluster
 from onebit.cli.plan.model import Model
 from onebit.cli.plan.options import CLUSTERS, GLOO_MEMORY, ITEMSIZES, MODELS, OPTIONS
-from onebit.cli.plan.pictures import draw_map, draw_plot, table
+from onebit.cli.plan.pictures import draw_map, table
 from onebit.cli.plan.report import describe
 
 
@@ -27,22 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (read, text) in OPTIONS.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=read, metavar=name.upper(), help=text.replace("%", "%%"))
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="what a run takes over network rates, by method")
     parser.add_argument("--map", type=Path, metavar="FILE", help="what is first over network rates and round trips")
 
 
 def run(arguments: argparse.Namespace) -> None:
     model, cluster = planned(arguments)
-    for option in ("plot", "map"):
-        _check_picture(getattr(arguments, option), f"--{option}", cluster)
+    path: Path | None = arguments.map
+    if path is not None:
+        _check_map(path, cluster)
     print(describe(model, cluster))
-    if arguments.map:
+    if path is not None:
         print(f"\n{table(model, cluster)}")
-    for option, draw in (("plot", draw_plot), ("map", draw_map)):
-        if path := getattr(arguments, option):
-            with writing_picture(f"--{option}"):
-                draw(model, cluster, path)
-            print(f"\n{option.title()}: {path}")
+        with writing_picture("--map"):
+            draw_map(model, cluster, path)
+        print(f"\nMap: {path}")
 
 
 def planned(arguments: argparse.Namespace) -> tuple[Model, Cluster]:
@@ -67,14 +65,11 @@ def _filled(kind: type[Any], values: dict[str, Any]) -> Any:
     return kind(**{each.name: values[each.name] for each in fields(kind) if each.name in values})
 
 
-def _check_picture(out: Path | None, option: str, cluster: Cluster) -> None:
-    """Found out before the work."""
-    if out is None:
-        return
+def _check_map(out: Path, cluster: Cluster) -> None:
+    """Find out before the work whether there can be a map."""
     if cluster.nodes == 1:
         raise CommandError(
-            f"{option} is of the network between nodes, and there is one node: give more --gpus, or fewer "
-            "--gpus-per-node"
+            "--map is of the network between nodes, and there is one node: give more --gpus, or fewer --gpus-per-node"
         )
-    if not check_picture(out, option):
-        raise CommandError(f"{option} needs matplotlib: pip install matplotlib")
+    if not check_picture(out, "--map"):
+        raise CommandError("--map needs matplotlib: pip install matplotlib")

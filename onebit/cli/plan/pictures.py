@@ -1,6 +1,6 @@
-"""Pictures of `onebit plan`: what a run takes over network rates, and what ends it first over rates and round trips.
+"""The picture of `onebit plan`: what ends a run first over network rates and round trips.
 
-The second one twice: of the methods whose ranks have the same parameters after every step, and with local steps.
+It is there twice: of the methods whose ranks have the same parameters after every step, and with local steps.
 """
 
 from __future__ import annotations
@@ -59,24 +59,6 @@ def table(model: Model, cluster: Cluster) -> str:
 def spaced(ends: tuple[float, float], points: int) -> list[float]:
     """Equally far apart on a logarithmic axis."""
     return [ends[0] * (ends[1] / ends[0]) ** (k / (points - 1)) for k in range(points)]
-
-
-def draw_plot(model: Model, cluster: Cluster, path: Path) -> None:
-    """Hours of a run over the network's rate, a curve for each method. Needs matplotlib."""
-    here = cluster.network
-    rates = spaced((min(RATES[0], here / 10), max(RATES[1], 10 * here)), POINTS[0])
-    found = [runs(model, replace(cluster, network=rate)) for rate in rates]
-    figure, axes = pyplot().subplots(figsize=(8, 5), layout="constrained")
-    for name in found[0]:
-        style = {"fp32": ":", "and local steps": "--"}.get(name, "-")
-        hours = [each[name].seconds / 3600 for each in found]
-        label = name if name in UNCOMPRESSED else NAMES.get(name, name)
-        axes.plot([rate / 1e9 for rate in rates], hours, style, color=COLORS[name], label=label)
-    axes.axvline(here / 1e9, color="black", linestyle=":", linewidth=1, label="as planned")
-    _finish(axes, f"Predicted: a run of {model.steps:,} steps, {_about(model, cluster)}", "hours")
-    axes.legend()
-    figure.savefig(path, dpi=100)
-    pyplot().close(figure)
 
 
 def draw_map(model: Model, cluster: Cluster, path: Path) -> None:

@@ -161,9 +161,8 @@ PLAN = "plan --model=bert-large --cluster=ethernet-v100 --gpus=64"
         (f"{PLAN} --levels=3", "'3' is none of 1, 2"),
         (f"{PLAN} --model=gpt-9", "invalid choice"),
         (f"{PLAN} --rates=/nowhere.json", "no record of perf.kernels"),
-        (f"{PLAN} --plot=plan.xyz", "cannot be a 'xyz' file: give it a name such as plot.png; choose another --plot"),
-        (f"{PLAN} --plot=/nowhere/plan.png", "choose another --plot"),
-        (f"{PLAN} --map=map.xyz", "choose another --map"),
+        (f"{PLAN} --map=map.xyz", "cannot be a 'xyz' file: give it a name such as plot.png; choose another --map"),
+        (f"{PLAN} --map=/nowhere/map.png", "choose another --map"),
         (f"{PLAN} --map=map.png --gpus=1", "there is one node: give more --gpus"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`onebit plan`: its options and presets, whole runs, what it prints, and its pictures."""
+"""`onebit plan`: its options and presets, whole runs, what it prints, and its map."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ from onebit.cli.plan.model import (
     stage_2,
     uncompressed,
 )
-from onebit.cli.plan.pictures import LOSS, RATES, ROUND_TRIPS, TABLE, draw_plot, places, spaced
+from onebit.cli.plan.pictures import LOSS, RATES, ROUND_TRIPS, TABLE, places, spaced
 from onebit.cli.plan.report import describe
 from onebit.cli.plan.runs import Run, first, runs
 from tests.oracle.zero_one import full_steps, sync_steps
@@ -131,18 +131,10 @@ def test_the_command_prints_and_draws_the_map(tmp_path, monkeypatch, capsys):
     assert (min(rates), max(rates)) == RATES and (min(round_trips), max(round_trips)) == ROUND_TRIPS
 
 
-def test_the_plot_shows_every_run(tmp_path, monkeypatch, capsys):
-    pyplot, figures = pytest.importorskip("matplotlib.pyplot"), []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    draw_plot(BERT, SLOW, tmp_path / "plot.png")
-    curves = {line.get_label(): line.get_xydata() for line in figures[0].axes[0].lines}
-    assert list(curves) == ["fp32", "fp16", "1-bit Adam", "0/1 Adam", "0/1 Adam with local steps", "as planned"]
-    gbit, hours = curves["0/1 Adam"][7]
-    there = runs(BERT, replace(SLOW, network=1e9 * gbit))
-    assert hours == pytest.approx(there["0/1 Adam"].seconds / 3600) and curves["as planned"][0][0] == 8
+def test_without_matplotlib_there_is_no_map(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    assert cli.main(["plan", *PRESETS, f"--plot={tmp_path / 'plan.png'}"]) == 2
+    assert cli.main(["plan", *PRESETS, f"--map={tmp_path / 'map.png'}"]) == 2
     captured = capsys.readouterr()
     assert "pip install matplotlib" in captured.err and not captured.out
 
