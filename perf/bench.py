@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onebit.kernels.tuning.machine import provenance
 from perf.command import CANNOT_MEASURE, add_out, list_of, make_folder, one_of
 from perf.lab.paced import best_network
-from perf.records import cpu_name, read_record, write_record
+from perf.records import cpu_name, provenance, read_record, write_record
 from perf.targets import Target, targets_of
 
 ROOT = Path(__file__).resolve().parents[1]

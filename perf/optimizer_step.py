@@ -24,10 +24,10 @@ from onebit import OneBitAdam, OneBitLamb, OneBitOptimizer
 from onebit.cli.arguments import pick_device, whole_number
 from onebit.cli.progress import Progress
 from onebit.kernels import backend
-from onebit.kernels.tuning.machine import device_name, provenance
+from onebit.kernels.tuning.machine import device_name
 from onebit.kernels.tuning.workload import Workload
 from perf.command import add_out, exit_status, make_folder
-from perf.records import machine, slug, write_record
+from perf.records import machine, provenance, slug, write_record
 from perf.targets import Target, as_json
 
 RANKS = 8

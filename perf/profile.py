@@ -20,9 +20,9 @@ from onebit import OneBitAdam, OneBitLamb, ZeroOneAdam
 from onebit.cli.arguments import pick_device, whole_number
 from onebit.cli.demo.model import Text, loss_of
 from onebit.cli.progress import Progress
-from onebit.kernels.tuning.machine import device_name, provenance
+from onebit.kernels.tuning.machine import device_name
 from perf.command import add_out, exit_status, make_folder
-from perf.records import slug, write_record
+from perf.records import provenance, slug, write_record
 from perf.train_step.measure import Clock
 from perf.train_step.variants import Shape
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from onebit.kernels.tuning.machine import device_name
+from onebit.kernels.tuning.machine import device_name, triton_version
 
 RESULTS = Path("perf/results")  # where records and plots are kept
 
@@ -35,6 +37,20 @@ def slug(*parts: str) -> str:
 def machine() -> dict[str, Any]:
     """The CPU and how many cores it has."""
     return {"cpu": cpu_name(), "cpu_count": os.cpu_count()}
+
+
+def provenance() -> dict[str, Any]:
+    """The date and the versions that a record of measurements was made with."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "triton": triton_version(),
+            "cuda": torch.version.cuda,
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "measured": datetime.now(timezone.utc).date().isoformat(),
+    }
 
 
 def cpu_name() -> str:

@@ -6,10 +6,8 @@ import functools
 import platform
 import subprocess
 import sys
-from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,20 +30,6 @@ def triton_version() -> str:
         except metadata.PackageNotFoundError:
             continue
     return "none"
-
-
-def provenance() -> dict[str, Any]:
-    """The date and the versions that a record of measurements was made with."""
-    return {
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "triton": triton_version(),
-            "cuda": torch.version.cuda,
-            "system": f"{platform.system()} {platform.machine()}",
-        },
-        "measured": datetime.now(timezone.utc).date().isoformat(),
-    }
 
 
 @functools.cache

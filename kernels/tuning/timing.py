@@ -33,10 +33,6 @@ def timing(run: Callable[[], object], device: torch.device, repeats: int = 20, w
     return Timing(median, (high - low) / 2)
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, repeats: int = 20, warmup: int = 3) -> float:
-    return timing(run, device, repeats, warmup).seconds
-
-
 def _host_seconds(run: Callable[[], object], repeats: int) -> list[float]:
     times = []
     for _ in range(repeats):

@@ -13,7 +13,7 @@ import torch
 
 from onebit.kernels import backend
 from onebit.kernels.data.checks import is_whole
-from onebit.report.plots import check_plot
+from onebit.report.plots import available
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FASTEST = 1e15  # bits a second, beyond any network
@@ -87,11 +87,26 @@ def pick_device(text: str) -> torch.device:
 
 
 def check_picture(out: Path, option: str) -> bool:
-    """Return whether there is matplotlib; that it could write `out` is found out before the work."""
+    """Return whether there is matplotlib. If there is and it could not write `out`, a CommandError before the work;
+    `out` stays as it is."""
+    if not available():
+        return False
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kind = out.suffix.lstrip(".").lower()
+    if kind not in FigureCanvasBase.get_supported_filetypes():
+        raise CommandError(
+            f"a plot cannot be a {kind!r} file: give it a name such as plot.png; choose another {option}"
+        )
+    there = out.exists()
     try:
-        return check_plot(out)
-    except ValueError as error:
-        raise CommandError(f"{error}; choose another {option}") from error
+        out.open("ab").close()
+        if not there:
+            out.unlink()
+    except (OSError, ValueError) as error:  # a ValueError of a name with a null byte
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CommandError(f"a plot cannot be written to {str(out)!r} ({why}); choose another {option}") from error
+    return True
 
 
 @contextlib.contextmanager

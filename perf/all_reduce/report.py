@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from onebit.kernels.tuning.machine import provenance
 from perf import plots
 from perf.all_reduce.measure import Row, by_kind
 from perf.all_reduce.plots import plot
 from perf.all_reduce.targets import faster, round_trips, smaller, targets
 from perf.command import differing
 from perf.lab.paced import measured_links
-from perf.records import machine, slug, write_record
+from perf.records import machine, provenance, slug, write_record
 from perf.tables import cell
 from perf.targets import as_json
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from onebit.cli.paced_link import PAYLOAD
-from onebit.cli.plan.cluster import Cluster
-from onebit.cli.plan.exchange import compressed_all_reduce
+from onebit.cli.plan.cluster import Cluster, Groups, Levels
+from onebit.cli.plan.exchange import agreement, exchange, pass_seconds
+from onebit.collectives.reply import AskedReply, exchange_for
 from perf.all_reduce.measure import KINDS, ONE_BIT, TWO_LEVELS, Row
 from perf.cluster.papers import Compared
 from perf.lab.rates import rate_bits, rtt_seconds
@@ -71,7 +72,8 @@ def _compare(row: Row, record: dict[str, Any], passes: dict[str, Any], rows: Seq
     )
     if row.kind in (ONE_BIT, TWO_LEVELS):
         assert row.chunks is not None
-        levels, reply = (2, "auto") if row.kind == TWO_LEVELS else (1, 1)
+        levels: Levels = 2 if row.kind == TWO_LEVELS else 1
+        reply: AskedReply = "auto" if row.kind == TWO_LEVELS else 1
         seconds = compressed_all_reduce(row.elements, cluster, row.chunks, reply, levels)
     else:
         seconds = cluster.all_reduce(row.elements * KINDS[row.kind].itemsize)
@@ -89,3 +91,13 @@ def _within(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     hop, seconds = small.phases["node mean"] / others, large.phases["node mean"]
     rest = max(seconds - (large.chunks or 1) * others * hop, 0.1 * seconds)
     return {"intra_latency": hop, "intra": others / row.each * 4 * large.elements / rest}
+
+
+def compressed_all_reduce(elements: int, cluster: Cluster, chunks: int, reply: AskedReply, levels: Levels) -> float:
+    """Seconds of a call of CompressedAllReduce, in fp32."""
+    groups = Groups.of(cluster, levels)
+    mean = groups.node.all_to_all(elements * 4 / chunks) if groups.slices > 1 else 0.0
+    exchange_class = exchange_for(reply, groups.replicas.gpus)
+    sent, _ = exchange(elements, groups, 4, chunks, exchange_class, use="decode", mean=mean)
+    scan = pass_seconds("scan", elements / groups.slices, cluster, 4)
+    return scan + sent + agreement(elements, cluster, chunks)

@@ -22,7 +22,6 @@ import torch
 
 from onebit.cli.arguments import whole_number
 from onebit.cli.progress import Progress
-from onebit.kernels.tuning.machine import provenance
 from perf.command import exit_status, list_of, make_folder, one_of, set_defaults
 from perf.convergence.plan import MAIN, SWEEPS, TASKS, VARIANTS, Run, plan
 from perf.convergence.records import load, record_path
@@ -30,7 +29,7 @@ from perf.convergence.report import report
 from perf.convergence.runs import Show, train
 from perf.convergence.tasks import Prepared
 from perf.convergence.virtual import one_thread_a_rank, run_ranks
-from perf.records import RESULTS, load_average, machine, write_record
+from perf.records import RESULTS, load_average, machine, provenance, write_record
 
 QUICK = {"tasks": ["quick"], "sweeps": [MAIN], "seeds": 2, "out": Path("build/convergence")}
 STANDARD = {"tasks": ["lm", "images"], "sweeps": [MAIN, *SWEEPS], "seeds": 3, "out": RESULTS / "convergence"}

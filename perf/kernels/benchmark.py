@@ -20,12 +20,12 @@ from onebit.cli.arguments import DTYPES, pick_device, whole_number
 from onebit.cli.progress import Progress
 from onebit.kernels import backend
 from onebit.kernels.passes import PASSES
-from onebit.kernels.tuning.machine import device_name, provenance
-from onebit.kernels.tuning.timing import median_seconds
+from onebit.kernels.tuning.machine import device_name
+from onebit.kernels.tuning.timing import timing
 from onebit.kernels.tuning.workload import Workload
 from perf.command import add_out, exit_status, make_folder
 from perf.kernels import local_step
-from perf.records import machine, slug, write_record
+from perf.records import machine, provenance, slug, write_record
 from perf.targets import Target, as_json
 
 RANKS = 8
@@ -66,7 +66,7 @@ def measure(setting: Setting, progress: Progress) -> tuple[float, list[Row]]:
         numel = setting.elements * (RANKS if name == "average" else 1)
         workload = Workload(numel, setting.device, dtype=setting.dtype, ranks=RANKS)
         work = workload.passes(backend(setting.device))[name]
-        timings[name] = work.bytes, median_seconds(work.run, setting.device, setting.repeats)
+        timings[name] = work.bytes, timing(work.run, setting.device, setting.repeats).seconds
     copy = statistics.median(copies)
     targets = TARGETS[setting.device.type]
     if setting.elements < _standard_elements(setting.device):
@@ -143,7 +143,7 @@ def _copy_rate(setting: Setting) -> float:
     """GB/s, read plus written."""
     source = torch.randn(setting.elements, device=setting.device)
     target = torch.randn(setting.elements, device=setting.device)
-    seconds = median_seconds(lambda: target.copy_(source), setting.device, setting.repeats)
+    seconds = timing(lambda: target.copy_(source), setting.device, setting.repeats).seconds
     return 2 * source.nbytes / seconds / 1e9
 
 

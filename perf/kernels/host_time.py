@@ -32,9 +32,8 @@ from onebit.cli.arguments import whole_number
 from onebit.collectives.transport import LocalTransport
 from onebit.kernels import backends
 from onebit.kernels.data.wire import Messages
-from onebit.kernels.tuning.machine import provenance
 from perf.command import add_out, exit_status, make_folder
-from perf.records import cpu_name, machine, slug, write_record
+from perf.records import cpu_name, machine, provenance, slug, write_record
 from perf.tables import markdown
 
 ELEMENTS = 64  # a parameter

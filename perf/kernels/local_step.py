@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onebit.kernels.tuning.timing import median_seconds
+from onebit.kernels.tuning.timing import timing
 from perf.optimizer_step import RANKS, local_work, parameters
 from perf.targets import Target
 
@@ -104,4 +104,4 @@ def _seconds(step: Callable[[], object], device: torch.device, repeats: int) -> 
         for _ in range(10):
             step()
 
-    return median_seconds(ten, device, repeats) / 10
+    return timing(ten, device, repeats).seconds / 10

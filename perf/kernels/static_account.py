@@ -27,10 +27,10 @@ from onebit.cli.progress import Progress
 from onebit.kernels import gpu
 from onebit.kernels.gpu import aot
 from onebit.kernels.gpu.launch import Launch, recorded
-from onebit.kernels.tuning.machine import provenance, triton_version
+from onebit.kernels.tuning.machine import triton_version
 from perf.command import add_out, exit_status, make_folder
 from perf.kernels import machine_code
-from perf.records import read_record, write_record
+from perf.records import provenance, read_record, write_record
 
 TARGET = "sm_90"
 WIDE = 16  # bytes: the widest access

@@ -31,7 +31,7 @@ import torch
 
 from onebit.cli.arguments import pick_device, whole_number, whole_number_from
 from onebit.cli.progress import Progress
-from onebit.kernels.tuning.machine import device_name, provenance
+from onebit.kernels.tuning.machine import device_name
 from perf.command import exit_status, make_folder, set_defaults
 from perf.convergence.plan import Run
 from perf.learn.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ from perf.learn.prepare import prepare
 from perf.learn.report import record_path, there, write_report
 from perf.learn.tokens import FILE, read_tokens, write_rehearsal
 from perf.learn.train import GO_ON, SAVE, STOP, Learner
-from perf.records import RESULTS, machine, write_record
+from perf.records import RESULTS, machine, provenance, write_record
 
 SAVE_EVERY = 300.0  # seconds
 WORK = Path("build/learn")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from onebit.cli.progress import Progress
-from onebit.kernels.tuning.machine import provenance
 from perf.command import add_out, exit_status, make_folder
 from perf.lab.namespaces import enter_user_namespace
 from perf.lab.network import NetworkLab
@@ -39,7 +38,7 @@ from perf.methods.plan import (
     to_train,
 )
 from perf.methods.report import record_path, write_report
-from perf.records import RESULTS, load_average, machine
+from perf.records import RESULTS, load_average, machine, provenance
 from perf.train_step import benchmark
 from perf.train_step.record import Record
 

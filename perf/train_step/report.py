@@ -12,10 +12,10 @@ from typing import Any
 
 from onebit.cli.arguments import pick_device
 from onebit.cli.paced_link import PAYLOAD
-from onebit.kernels.tuning.machine import device_name, provenance
+from onebit.kernels.tuning.machine import device_name
 from perf.command import differing
 from perf.lab.rates import rate_bits
-from perf.records import cpu_name, machine, slug
+from perf.records import cpu_name, machine, provenance, slug
 from perf.tables import cell
 from perf.targets import Target
 from perf.train_step.measure import Row, Run

@@ -25,11 +25,10 @@ from onebit.cli.progress import Progress
 from onebit.collectives.averaging import average_
 from onebit.collectives.reply import AskedReply
 from onebit.collectives.transport import transport_for
-from onebit.kernels.tuning.machine import provenance
 from perf.command import add_out, exit_status, make_folder
 from perf.lab.network import NetworkLab
 from perf.lab.workers import run_workers
-from perf.records import RESULTS, cpu_name, write_record
+from perf.records import RESULTS, cpu_name, provenance, write_record
 from perf.tables import markdown
 
 DTYPES = {32: torch.float32, 16: torch.float16}

@@ -11,6 +11,7 @@ import io
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,12 +21,11 @@ from torch import nn
 
 import onebit
 from onebit.cli import main as cli
-from onebit.cli.arguments import CommandError, pick_device
+from onebit.cli.arguments import CommandError, check_picture, pick_device
 from onebit.cli.plan import command as plan
 from onebit.cli.plan.options import OPTIONS
 from onebit.kernels.data.layout import Layout
 from onebit.kernels.data.wire import Format
-from onebit.report.plots import check_plot
 from tests.fuzz.mutate import ERRORS, Source, junk, pick
 
 _SENSIBLE: dict[str, tuple[Any, ...]] = {
@@ -164,7 +164,7 @@ class CommandLine:
             words.insert(0, command)
         kind = source.random()
         if kind < 0.1:
-            return _outcome("device", CommandError, pick_device, self._word(source))
+            return _outcome("device", pick_device, self._word(source))
         return self._plot(self._word(source)) if kind < 0.12 else _main(words)
 
     def _word(self, source: Source) -> str:
@@ -177,7 +177,7 @@ class CommandLine:
         """Check a path for a plot: a file that was not there is not left behind."""
         room = Path(self.room.name)
         before = os.listdir(room)
-        outcome = _outcome("plot", ValueError, check_plot, room / name.replace("/", "_"))
+        outcome = _outcome("plot", partial(check_picture, option="--out"), room / name.replace("/", "_"))
         if os.listdir(room) != before:
             raise AssertionError(f"{name!r} was left behind")
         return outcome
@@ -213,9 +213,9 @@ def _main(words: list[str]) -> str:
     return f"exit {code}"
 
 
-def _outcome(what: str, refusal: type[Exception], check: Callable[[Any], object], given: object) -> str:
+def _outcome(what: str, check: Callable[[Any], object], given: object) -> str:
     try:
         check(given)
-    except refusal:
+    except CommandError:
         return f"{what}, refused"
     return f"{what}, accepted"

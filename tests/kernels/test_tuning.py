@@ -92,7 +92,6 @@ def test_a_timing_is_a_median_and_half_the_distance_of_the_quartiles(monkeypatch
     monkeypatch.setattr(timing, "_host_seconds", lambda run, repeats: [5.0, 1.0, 2.0, 4.0, 3.0])
     assert timing.timing(lambda: None, CPU) == Timing(3.0, 1.0)
     assert timing.timing(lambda: None, CPU, repeats=1).spread == 0
-    assert timing.median_seconds(lambda: None, CPU) == 3.0
 
 
 def none(config):

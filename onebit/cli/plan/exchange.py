@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onebit.cli.plan.cluster import Cluster, Groups, Levels
+from onebit.cli.plan.cluster import Cluster, Groups
 from onebit.collectives.direct import Direct
 from onebit.collectives.exchange import Exchange
 from onebit.collectives.flags import may_travel_in_messages
-from onebit.collectives.reply import AskedReply, exchange_for
 from onebit.kernels.data.layout import BLOCK_SIZE, WORD
 from onebit.kernels.data.wire import bytes_of_message
 from onebit.kernels.passes import Storage, bytes_per_element
@@ -114,13 +113,3 @@ def play(chunks: int, phases: Sequence[tuple[float, float, float]], use: float, 
 def agreement(elements: int, cluster: Cluster, chunks: int) -> float:
     """Seconds of asking all ranks for their flags: none where messages carry them."""
     return 0.0 if may_travel_in_messages(elements, chunks) else cluster.agreement()
-
-
-def compressed_all_reduce(elements: int, cluster: Cluster, chunks: int, reply: AskedReply, levels: Levels) -> float:
-    """Seconds of a call of CompressedAllReduce, in fp32."""
-    groups = Groups.of(cluster, levels)
-    mean = groups.node.all_to_all(elements * 4 / chunks) if groups.slices > 1 else 0.0
-    exchange_class = exchange_for(reply, groups.replicas.gpus)
-    sent, _ = exchange(elements, groups, 4, chunks, exchange_class, use="decode", mean=mean)
-    scan = pass_seconds("scan", elements / groups.slices, cluster, 4)
-    return scan + sent + agreement(elements, cluster, chunks)

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-from onebit.cli.arguments import bit_rate, number_of
+from onebit.cli.arguments import bit_rate, number_of, whole_number_from
 from onebit.cli.plan.cluster import Levels, Transport
 from onebit.cli.plan.model import Overlap
 from onebit.collectives.reply import AskedReply
 
-LARGEST, MOST_STEPS = 1e15, 10**7  # beyond any cluster or run; what is computed of such numbers is finite
+LARGEST = 1e15  # beyond any cluster; what is computed of such numbers is finite
+count, steps = whole_number_from(1, int(LARGEST)), whole_number_from(1, 10**7)
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 GLOO_MEMORY = 11.2e9  # B/s: a copy on one core of an Intel Xeon, measured (perf.kernels); passes reach 0.7 to 1.7 of it
 
@@ -53,17 +54,6 @@ def share(text: str) -> float:
     if value > 1:
         raise ArgumentTypeError(f"{text!r} is no share: give a number from 0 to 1")
     return value
-
-
-def count(text: str, most: float = LARGEST) -> int:
-    value = number(text)
-    if not 1 <= value <= most or value != int(value):
-        raise ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most:,.0f}: write 64, 340e6 or 1.3b")
-    return int(value)
-
-
-def steps(text: str) -> int:
-    return count(text, MOST_STEPS)
 
 
 def gigabytes(text: str) -> float:
