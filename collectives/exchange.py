@@ -32,7 +32,7 @@ from onebit.kernels.data.pieces import in_pieces
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Bits, Format, Messages, Norm, Scale
-from onebit.kernels.passes import Average, AverageCodes, Compress, Decode, Dequantize, Gradients, Quantize
+from onebit.kernels.passes import Compress, Decode, Dequantize, Gradients, Quantize
 
 Reply = Literal["direct", 1]  # every rank's messages, or the mean of them compressed once more to 1 bit an element
 
@@ -210,12 +210,6 @@ class Exchange(ABC):
         self.backend.run(
             Compress(span, gradients, None, residual, out) if one_bit else Quantize(span, gradients, residual, out)
         )
-
-    def average(self, server: Server) -> None:
-        """Write the reply of a shard that this rank averages for all."""
-        arguments = server.shard, server.received, server.residual, server.reply
-        one_bit, live = self.format.bits == 1, self.live_in(server.shard)
-        self.backend.run(Average(*arguments, live=live) if one_bit else AverageCodes(*arguments))
 
     def decode(self, span: Span, replies: Messages, out: Pointers) -> None:
         """Write the values that a span's replies stand for."""

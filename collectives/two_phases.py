@@ -17,6 +17,7 @@ from onebit.collectives.exchange import Chunk, Exchange, Reply, Server, arrived
 from onebit.collectives.transport.protocol import EarlyReceiver, Transport
 from onebit.kernels.data.residual import Residual
 from onebit.kernels.data.wire import Format
+from onebit.kernels.passes import Average, AverageCodes
 
 
 class TwoPhases(Exchange):
@@ -57,7 +58,11 @@ class TwoPhases(Exchange):
         arrived(gather, server.received, "the gather phase")
         del gather  # with what it holds on the host
         self.averaged.add(chunk.index)
-        self.average(server)
+        arguments = server.shard, server.received, server.residual, server.reply
+        if self.format.bits == 1:
+            self.backend.run(Average(*arguments, live=self.live_in(server.shard)))
+        else:
+            self.backend.run(AverageCodes(*arguments))
         self._count(self.reply_format)
         scatter = over.all_gather(chunk.arriving.buffer, server.reply.buffer, phase)
         yield

@@ -125,7 +125,7 @@ class Format:
         the root mean square."""
         return replace(self, norm="l2") if self.norm == "unbiased" else self
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """The number of scales of a block."""
         return 1 if self.bits == 1 else -(-self.layout.block_size // GROUP)
@@ -134,7 +134,7 @@ class Format:
         """The number of scales in the message of a shard of so many blocks."""
         return blocks * self.groups if self.scale == "block" else 1
 
-    @property
+    @cached_property
     def magic(self) -> int:
         return MAGIC - 1 + self.bits
 
