@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from perf import plots
-from tests.faults.poisoned import RESULTS
 from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS, build
 from tests.ranks import group, run_ranks_once
 
+RESULTS = Path(__file__).parents[2] / "perf" / "results"
 RANKS = 2
 FIRST, MARKS = 100, 40  # the step from which nothing may grow; the number of marks after it
 FREEZE = 50
