@@ -72,7 +72,8 @@ class TorchTransport:
         self.members = dist.get_process_group_ranks(self.group)
         self._store = dist.distributed_c10d._get_default_store()
         self._store.set(_host_key(dist.get_rank()), socket.gethostname())
-        self.one_rank_a_host = _one_rank_a_host()  # must be the same on all ranks
+        self._one_rank_a_host_here = _one_rank_a_host()
+        self.one_rank_a_host: bool | None = None  # of all ranks, once they were asked
         self.expected: dict[int, tuple[Tensor, list[Any]]] = {}  # by address: receives that have started
 
     def all_to_all(self, out: Tensor, sent: Tensor, phase: str) -> Work:
@@ -262,7 +263,15 @@ class TorchTransport:
     def _gathers_in_pairs(self, out: Tensor) -> bool:
         """Return whether an all-gather goes in pairs. If ranks share a host, Gloo's ring carries a large message over a
         link once, and pairs do once a rank."""
-        return self._in_pairs(out) and (self.size == 2 or out[0].nbytes <= SMALL or self.one_rank_a_host)
+        return self._in_pairs(out) and (self.size == 2 or out[0].nbytes <= SMALL or self._all_alone_on_hosts())
+
+    def _all_alone_on_hosts(self) -> bool:
+        """Return whether each host has one rank, by what the launchers of all ranks say. The first time a collective
+        call, for ranks of several launchers may be told otherwise."""
+        if self.one_rank_a_host is None:
+            phase = "asking whether each host has one rank (all-gather of one number)"
+            self.one_rank_a_host = all(self._everyones(int(self._one_rank_a_host_here), phase))
+        return self.one_rank_a_host
 
     def _receive(self, out: Tensor, tag: int, phase: str) -> list[Any]:
         """Row k of `out` from rank k."""

@@ -126,11 +126,12 @@ def test_ranks_of_several_launchers_gather_alike(rank):
     """Torchrun's variables say of the last one alone that each host has one rank."""
     own = torch.full((1, SMALL + 1), rank, dtype=torch.uint8)
     with patch.dict(os.environ, {"WORLD_SIZE": "1" if rank == 2 else "2", "GROUP_WORLD_SIZE": "1"}):
-        everyone = Topology.of(group(), "auto").everyone
-        for ranks in (everyone, everyone.duplicate(), everyone.split(0)):
-            out = torch.empty((3, SMALL + 1), dtype=torch.uint8)
-            ranks.all_gather(out, own, "gathering").wait()
-            assert out[:, -1].tolist() == [0, 1, 2]
+        for node_group in ("auto", None):
+            everyone = Topology.of(group(), node_group).everyone
+            for ranks in (everyone.duplicate(), everyone, everyone.split(0)):
+                out = torch.full((3, SMALL + 1), 255, dtype=torch.uint8)
+                ranks.all_gather(out, own, "gathering").wait()
+                assert out[:, -1].tolist() == [0, 1, 2]
 
 
 def test_the_topology_of_a_process_alone_and_one_that_is_taken_as_it_is_where_it_fits_the_parameters():
