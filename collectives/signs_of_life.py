@@ -74,7 +74,7 @@ class SignsOfLife:
     def __init__(self, peers: list[Peer], silent_after: float) -> None:
         self.silent_after, self.interval = silent_after, min(0.25, silent_after / 20)
         self._peers = peers
-        self._changed, self._stopped = threading.Condition(), threading.Event()
+        self._heard, self._stopped = threading.Condition(), threading.Event()
         self._failed: Exception | None = None  # what ended the thread
         _watched.append(self)
         self._thread = threading.Thread(target=self._run, name="onebit signs of life", daemon=True)
@@ -98,14 +98,22 @@ class SignsOfLife:
         return [peer.rank for peer in self._peers if not peer.spoke]
 
     def wait_for_news(self, seconds: float) -> None:
-        """Wait until a rank is gone, or has departed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.gone() or self.departed(), seconds)
+        """Wait until a rank is gone, or until one has departed and all others have given a sign of life since."""
+        sent_since = time.monotonic() + self.interval
+
+        def known() -> bool:
+            stayed = [peer for peer in self._peers if not peer.said_bye]
+            return bool(self.gone()) or (
+                len(stayed) < len(self._peers) and all(peer.heard > sent_since for peer in stayed)
+            )
+
+        with self._heard:
+            self._heard.wait_for(known, seconds)
 
     def keep(self, ranks: Sequence[int]) -> None:
         """The others do not matter any more, and are refused; these have other numbers now, in this order. No wait is
         ended for one of the others from now on."""
-        with self._changed:
+        with self._heard:
             for peer in self._peers:
                 if peer.rank not in ranks:
                     peer.close(bye=False)
@@ -139,18 +147,14 @@ class SignsOfLife:
             if now - last > self.silent_after / 2:  # this process stood still, and may not have been sent to meanwhile
                 for peer in self._peers:
                     peer.heard = now
-            last, before = now, self._news()
+            last = now
             for peer in self._peers:
                 if not peer.fate and not peer.said_bye:
                     peer.beat(now, self.silent_after)
-            with self._changed:
-                if self._news() != before:
-                    self._changed.notify_all()
+            with self._heard:
+                self._heard.notify_all()
                 if self.gone():  # again and again: a wait may begin, or a group be made, after the first time
                     end_all_waits()
-
-    def _news(self) -> tuple[int, int]:
-        return len(self.gone()), len(self.departed())
 
 
 def longest_silence() -> timedelta | None:
@@ -159,10 +163,12 @@ def longest_silence() -> timedelta | None:
 
 
 def who_is_gone() -> str:
-    """Name the ranks that are gone, for an error. That a rank died is known a moment after its connections ended."""
+    """Name the ranks that are gone, for an error. That a rank died is known a moment after its connections ended.
+    Nobody is, where the watch has failed: its log and `gone` say that."""
     for signs in _watched:
-        signs.wait_for_news(3 * signs.interval)
-        return ", ".join(f"rank {rank}: {fate}" for rank, fate in sorted(signs.gone().items()))
+        with contextlib.suppress(RuntimeError):
+            signs.wait_for_news(3 * signs.interval)
+            return ", ".join(f"rank {rank}: {fate}" for rank, fate in sorted(signs.gone().items()))
     return ""
 
 

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 import onebit
-from onebit.collectives.signs_of_life import Peer, SignsOfLife
+from onebit.collectives.signs_of_life import BYE, Peer, SignsOfLife
 from onebit.collectives.transport import transport_for
+from onebit.collectives.transport.protocol import collective_errors
 from tests.faults.elastic import problems_of, strike_ranks
 from tests.faults.striking import Fault
 from tests.limits import HUNG
@@ -215,8 +216,22 @@ def test_an_error_that_ends_the_watch_is_heard(caplog: pytest.LogCaptureFixture)
         signs = SignsOfLife([Peer(1, here, time.monotonic())], 1.0)
         with pytest.raises(RuntimeError, match=r"ended the watch.*KeyError\('unforeseen'\)"):
             signs.wait_for_news(1)
+        with pytest.raises(onebit.CollectiveError, match="a rank died"), collective_errors("a phase", "gloo"):
+            raise RuntimeError("connection closed")
         signs.stop(bye=False)
     assert "ended the watch" in caplog.text
+
+
+def test_a_departure_does_not_hide_who_is_silent() -> None:
+    (one, departs), (another, silent) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
+    for each in (one, another):
+        each.setblocking(False)
+    with departs, silent:
+        departs.send(BYE)
+        signs = SignsOfLife([Peer(1, one, time.monotonic()), Peer(2, another, time.monotonic())], 1.0)
+        signs.wait_for_news(HUNG)
+        assert signs.departed() == {1} and list(signs.gone()) == [2]
+        signs.stop(bye=False)
 
 
 class Unconnected(socket.socket):
