@@ -118,8 +118,7 @@ def _under_torchrun(kind: str, fault: Fault, folder: str, python: str) -> None:
     if "--shutdown-timeout" in get_args_parser().format_help():
         options.append("--shutdown-timeout=1")  # for a stopped rank, which SIGTERM does not end
     ranks = ["--no-python", python, *_arguments(kind, folder, fault)]
-    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else the restarted ranks find the addresses of the dead ones
-    environment = {**os.environ, **fresh, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [python, "-m", "torch.distributed.run", *options, *ranks]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HUNG)
     if done.returncode:

@@ -110,9 +110,12 @@ def main() -> None:
     parser.add_argument("--fault", default="", help=f"how, number of the point (0 to {len(POINTS) - 1}), rank")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, case = dist.get_rank(), case_of(options.kind, options.reply)
-    if options.fault and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+    store, rank, size = next(dist.rendezvous("env://"))
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    start = dist.PrefixStore(f"start {restarts}", store)  # torchrun's store still has the addresses of the dead
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60), store=start, rank=rank, world_size=size)
+    case = case_of(options.kind, options.reply)
+    if options.fault and restarts == 0:
         how, point, victim = options.fault.split(",")
         fault = Fault(how, int(point), int(victim))
         transport = striking(dist.new_group(timeout=timedelta(seconds=fault.timeout)), rank, fault, options.folder)
