@@ -10,7 +10,7 @@ import pytest
 from perf.lab.delay import WrongLink
 from perf.lab.namespaces import LabUnavailable
 from perf.lab.network import NetworkLab
-from tests.perf.hosts import PREAMBLE
+from tests.perf.hosts import PREAMBLE, links_of_a_busy_machine
 
 
 @contextlib.contextmanager
@@ -24,6 +24,12 @@ def built(hosts: int, **options: Any) -> Iterator[NetworkLab]:
         except LabUnavailable as why:
             pytest.skip(str(why))
         yield lab
+
+
+@pytest.fixture(scope="session", autouse=True)
+def links() -> Iterator[None]:
+    with links_of_a_busy_machine():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,22 @@
-"""What tests of the network lab run on its hosts, and what they ask the system about it."""
+"""What tests of the network lab run on its hosts, and what they ask the system about it.
 
+`python -m tests.perf.hosts` is `python -m perf.lab`, whose links may be those of a busy machine.
+"""
+
+import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from onebit.cli.paced_link import PAYLOAD
+from perf.lab import network
+from perf.lab.command import main
+from perf.lab.delay import TRIES, WrongLink, check_rates, reach_round_trip
 from perf.lab.network import INTERFACE, NetworkLab
 from tests.limits import HUNG
 
@@ -75,3 +84,35 @@ def _qdisc(namespace: str, device: str) -> dict[str, Any]:
     show = ["tc", "-s", "-j", "-n", namespace, "qdisc", "show", "dev", device]
     (found,) = json.loads(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
     return {"rate": found["options"].get("rate"), **{key: found[key] for key in ("kind", "bytes", "overlimits")}}
+
+
+@contextlib.contextmanager
+def links_of_a_busy_machine() -> Iterator[None]:
+    """Let labs have links that a busy machine makes slower, where they are not what was asked: no figure needs them."""
+    with mock.patch.multiple(network, reach_round_trip=_reach_round_trip, check_rates=_check_rates):
+        yield
+
+
+def _reach_round_trip(rtt: float, set_delay: Callable[[float], object], measure: Callable[[], list[float]]) -> float:
+    """The shortest of many round trips must be about what was asked."""
+    try:
+        return reach_round_trip(rtt, set_delay, measure)
+    except WrongLink:
+        set_delay(rtt / 2)
+        if not 0.9 * rtt < min(min(measure()) for _ in range(TRIES)) < 2 * rtt:
+            raise
+        return rtt / 2
+
+
+def _check_rates(bits: int, measure: Callable[[], list[float]]) -> None:
+    """No rate may be above what was asked."""
+    try:
+        check_rates(bits, measure)
+    except WrongLink:
+        if not 0 < max(measure()) < 1.1 * PAYLOAD * bits:
+            raise
+
+
+if __name__ == "__main__":
+    with links_of_a_busy_machine():
+        raise SystemExit(main())

@@ -191,7 +191,7 @@ def test_a_signal_leaves_nothing(lab, script, number, rtt, request):
     if rtt:
         request.getfixturevalue("delay_available")
     options = ["--hosts=2", f"--rate=100mbit{rtt}", "--", *script(SLEEP)]
-    command = [sys.executable, "-m", "perf.lab", *options]
+    command = [sys.executable, "-m", "tests.perf.hosts", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         late = threading.Timer(HUNG, process.kill)
         late.start()
