@@ -1,6 +1,6 @@
 """1-bit Adam in the SFTTrainer of trl, with LoRA of peft:   torchrun --nproc-per-node 2 examples/trl_lora.py
 
-The adapters of a small random Llama learn to count, from any number on. Needs `pip install trl peft`; nothing is
+The adapters of a small random Llama learn to count, from any number on. Needs `pip install '.[lora]'`; nothing is
 downloaded.
 """
 
