@@ -16,18 +16,34 @@ class Contents:
     """What the bytes of one message say."""
 
     scales: np.ndarray
-    bits: np.ndarray  # bool [elements]
+    bits: np.ndarray  # bool [elements], or whole numbers where an element has several
     values: np.ndarray
 
 
 def contents(messages: Messages, row: int, lengths: Sequence[int]) -> Contents:
     """lengths: of the blocks of the message."""
     raw = messages.buffer[row].cpu().numpy()
+    if messages.format.bits > 1:
+        return _codes(raw, messages.format.bits, messages.format.layout.block_size, lengths)
     count = len(lengths) if messages.format.scale == "block" else 1
     scales = raw[16 : 16 + 4 * count].view("<f4").astype(np.float64)
     start = 16 + -(-4 * count // 16) * 16
     bits = np.unpackbits(raw[start : start + sum(lengths) // 8], bitorder="little") == 1
     return Contents(scales, bits, signed(bits, scales, lengths))
+
+
+def _codes(raw: np.ndarray, bits: int, block_size: int, lengths: Sequence[int]) -> Contents:
+    """As many scales for each block as a whole one has; two's complement, the first of two in the lower half."""
+    each = -(-block_size // 256)
+    count = each * len(lengths)
+    start, half = 16 + -(-4 * count // 16) * 16, 2 ** (bits - 1)
+    numbers = raw[start : start + sum(lengths) * bits // 8].astype(np.int64)
+    if bits == 4:
+        numbers = np.stack([numbers % 16, numbers // 16], axis=1).ravel()
+    codes = (numbers + half) % (2 * half) - half
+    scales = raw[16 : 16 + 4 * count].view("<f4").astype(np.float64).reshape(-1, each)
+    sizes = np.concatenate([np.repeat(own, 256)[:length] for own, length in zip(scales, lengths, strict=True)])
+    return Contents(scales.ravel(), codes, codes * sizes)
 
 
 def signed(bits: np.ndarray, scales: np.ndarray, lengths: Sequence[int]) -> np.ndarray:

@@ -36,6 +36,7 @@ class Case:
     bad: tuple[tuple[int, int, float], ...] = ()  # (step, rank, value): one element of the last tensor
     reply: Any = 1
     nodes: int = 0  # of equally many ranks, which follow one another; 0 for one level
+    bits: int = 1  # of an element
 
     def senders(self, ranks: int) -> int:
         """Ranks to the network: nodes, or every rank."""
@@ -49,10 +50,10 @@ class Case:
     def simulation(self, ranks: int) -> oracle.SimulatedAllReduce:
         """The simulation of the senders."""
         direct = self.senders(ranks) if self.reply == "direct" else 0
-        return oracle.SimulatedAllReduce(self.plan(ranks), self.scale, self.norm, direct=direct)
+        return oracle.SimulatedAllReduce(self.plan(ranks), self.scale, self.norm, direct=direct, bits=self.bits)
 
     def all_reduce(self, group: Any, device: str = "cpu", node_group: Any = None) -> CompressedAllReduce:
-        options = {name: getattr(self, name) for name in ("scale", "norm", "reply", "block_size", "chunks")}
+        options = {name: getattr(self, name) for name in ("scale", "norm", "reply", "block_size", "chunks", "bits")}
         groups = {"process_group": group, "node_group": node_group}
         return CompressedAllReduce(list(self.numels), device=device, **options, **groups)
 
@@ -78,7 +79,7 @@ def state_of(all_reduce: CompressedAllReduce) -> dict[str, Any]:
     """A copy of this rank's residuals, and how much it has sent."""
     state: dict[str, Any] = {"wire_bytes": all_reduce.wire_bytes}
     for name, residual in all_reduce.prepare().residuals.items():
-        state[name] = residual.value.cpu().clone()
+        state[name] = residual.value.float().cpu().clone()
         if residual.scale is not None:
             state[f"{name}_scale"] = residual.scale.cpu().clone()
     return state
@@ -186,17 +187,17 @@ class Exchanged:
         that of what is received."""
         flipped = False
         for rank, (e, messages) in enumerate(zip(self.workers, simulation.gathered, strict=True)):
-            own, what = sizes[rank] + whole_scale(messages), f"what sender {rank} has left out in step {step}"
+            own, what = sizes[rank] + reach(messages), f"what sender {rank} has left out in step {step}"
             flipped |= any_flipped(e, simulation.worker[rank], messages, own, live, what)
         if flipped:
             return None
-        size, what = size + sum(map(whole_scale, simulation.gathered)) / len(self.workers), f"the result of step {step}"
+        size, what = size + sum(map(reach, simulation.gathered)) / len(self.workers), f"the result of step {step}"
         if simulation.direct:
             off = np.where(live, np.abs(self.received - expected), 0.0)
             assert np.all(off <= ROUNDING * (size + rounded)), what
             return True
         replies, left_out = simulation.scattered, f"what the servers have left out in step {step}"
-        size = size + whole_scale(replies)
+        size = size + reach(replies)
         flipped = any_flipped(self.server, simulation.server, replies, size, live, left_out)
         return not any_flipped(self.received, expected, replies, size + rounded, live, what) | flipped
 
@@ -205,13 +206,26 @@ def whole_scale(messages: list[oracle.Message]) -> Array:
     return np.concatenate([m.scale for m in messages])
 
 
+def reach(messages: list[oracle.Message]) -> Array:
+    """The size of what each element decodes to, or its scale."""
+    return np.concatenate([np.maximum(np.abs(m.decoded), m.scale) for m in messages])
+
+
+def cut(values: Array, messages: list[oracle.Message]) -> list[Array]:
+    """Values of the elements of each message."""
+    return np.split(values, np.cumsum([m.c.size for m in messages])[:-1])
+
+
 def any_flipped(
     got: Array, expected: Array, messages: list[oracle.Message], size: Array, live: Array, what: str
 ) -> bool:
-    """`got` is `expected`, or 2 scales apart where |c| is within rounding of 0. Returns whether that is so anywhere."""
-    allowed, c = ROUNDING * size, np.concatenate([m.c for m in messages])
-    off = np.where(live, np.abs(got - expected), 0.0)
-    unsure = (np.abs(c) <= allowed) & (np.abs(off - 2 * whole_scale(messages)) <= allowed)
+    """`got` is `expected`, or as far apart as the next code, or the other sign, where rounding may choose it. Returns
+    whether that is so anywhere. A residual of codes may round to the next number of 16 bits."""
+    allowed, codes = ROUNDING * size, isinstance(messages[0], oracle.Codes)
+    sure = np.concatenate([m.sure(ROUNDING * of) for m, of in zip(messages, cut(size, messages), strict=True)])
+    off, apart = np.where(live, np.abs(got - expected), 0.0), (1 if codes else 2) * whole_scale(messages)
+    allowed = allowed + (np.abs(expected) * 2.0**-7 if codes and what.startswith("what") else 0.0)
+    unsure = ~sure & (np.abs(off - apart) <= allowed)
     wrong = ~((off <= allowed) | unsure)
     where = np.flatnonzero(wrong)[:4]
     assert not wrong.any(), f"{what}: {wrong.sum()} differ, {got[where]} for {expected[where]} at {where}"

@@ -32,6 +32,10 @@ CASES = {
     "list-tensor": Case((500, 0, 129, 1), chunks=3, scale="tensor"),
     "list-fp16": Case((2049, 7), 64, norm="l2", dtype="float16"),
     "300-tensors": Case(MANY, chunks=2, steps=2),
+    "4-bits": Case((2049, 63, 1, 700), 2048, chunks=3, bits=4),
+    "8-bits": Case((2049, 7), 2048, bits=8),
+    "4-bits-bf16": Case((600, 40), 96, chunks=2, bits=4, dtype="bfloat16"),
+    "8-bits-fp16": Case((600, 40), 512, bits=8, dtype="float16"),
 }
 LONG = Case((63, 1, 400), chunks=3, steps=40)
 LONG_RUNS = [LONG, replace(LONG, scale="tensor"), replace(LONG, norm="l2", reply="direct")]
@@ -74,7 +78,8 @@ FLAGGED = [replace(ODD, **options) for options in (
     {"numels": (100,), "dtype": "float16"}, {"numels": (100, 7), "dtype": "bfloat16", "scale": "tensor"},
     {"reply": "direct"}, {"scale": "tensor"},
 )]  # fmt: skip
-OF_NODES = [replace(ODD, chunks=2, nodes=2)]
+FLAGGED += [replace(ODD, chunks=chunks, bits=bits) for chunks, bits in ((2, 4), (1, 8))]
+OF_NODES = [replace(ODD, chunks=2, nodes=2), replace(ODD, chunks=2, nodes=2, bits=4)]
 BAD = [
     (3, math.nan, FLAGGED[::3]),
     (3, math.inf, FLAGGED[1::3]),
@@ -118,6 +123,10 @@ def test_huge_values_do_no_lasting_harm(scale, norm):
     ({"block_size": 2**20}, "at most 8192"),
     ({"scale": "blok"}, "scale must be one of"),
     ({"norm": "max"}, "norm must be one of"),
+    ({"bits": 2}, "bits=2: an element has 1, 4 or 8"),
+    ({"bits": True}, "bits=True: an element has"),
+    ({"bits": 4, "scale": "tensor"}, "are of messages of 1 bit"),
+    ({"bits": 8, "norm": "l2"}, "are of messages of 1 bit"),
     ({"numel": []}, "no parameters"),
     ({"device": "meta"}, "no kernels"),
     *(({"reply": reply}, f"reply={reply!r}: it must be one of") for reply in (2, True, "both")),

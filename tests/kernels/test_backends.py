@@ -17,7 +17,7 @@ from onebit.kernels.gpu import tiles
 from onebit.kernels.passes import PASSES, SMALL
 from onebit.kernels.tuning.workload import Workload
 from tests.kernels.agreement import COMPARED, check_messages, check_pass
-from tests.kernels.cases import CASES, GPU, GRID, MASKED, ON_BACKENDS, backend, device_of
+from tests.kernels.cases import CASES, GPU, GRID, MASKED, ON_BACKENDS, Case, backend, device_of
 from tests.kernels.compare import frozen_bits, tensors_of
 from tests.kernels.world import World
 
@@ -38,6 +38,10 @@ def test_triton_compresses_as_the_cpu_does(case, masked):
 @GRID
 def test_triton_quantizes_as_the_cpu_does(case, bits):
     check_messages(case, "triton", bits=bits, zeros=case.missing == ())
+
+
+def test_scales_of_blocks_that_are_no_power_of_two_long_lie_side_by_side():
+    check_messages(Case((3000,), 768), "triton", bits=4)
 
 
 def test_results_do_not_depend_on_how_many_blocks_a_program_takes(use_grain):

@@ -96,8 +96,15 @@ def test_the_header_has_the_words_that_the_format_says_and_fingerprints_of_diffe
     layouts = [Layout(**{"numels": (100, 40), "block_size": 32, "ranks": 2, **cut}) for cut in ({}, *CUTS)]
     assert len({layout.fingerprint for layout in layouts}) == 7
     made, (first, *_) = [Format(layout) for layout in layouts], layouts
-    made += [Format(first, "tensor"), Format(first, norm="l2")]
-    assert len({form.fingerprint for form in made}) == 9
+    made += [Format(first, "tensor"), Format(first, norm="l2"), Format(first, bits=4), Format(first, bits=8)]
+    assert len({form.fingerprint for form in made}) == 11
+    assert [made[-2].header[0].to_bytes(4, "little"), made[-1].header[0].to_bytes(4, "little")] == [
+        b"4BB\x01",
+        b"8BB\x01",
+    ]
+    large = Layout([2**20, 2**16], ranks=4)
+    for bits, most in ((1, 1.02), (4, 4.13), (8, 8.13)):
+        assert 4 * 8 * Format(large, bits=bits).nbytes < most * large.elements
     assert all(0 <= form.fingerprint < 2**31 for form in made)
     assert Format(Layout([9000])).fingerprint == base.fingerprint
 

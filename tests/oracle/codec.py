@@ -164,6 +164,50 @@ def compress(
     return Message(c, sigma(c) > 0, np.array(found), valid, lengths)
 
 
+GROUP = 256  # elements of a block that share a scale, where an element has several bits
+LEAST = 2.0**-100  # of the largest element of a group: below it all are 0
+
+
+@dataclass(frozen=True)
+class Codes(Message):
+    """The compressed form of c with several bits an element: `bits` are whole numbers, `lengths` those of groups."""
+
+    @property
+    def decoded(self) -> np.ndarray:
+        return self.bits * self.scale
+
+    @property
+    def error(self) -> np.ndarray:
+        """As it is kept, in 16 bits."""
+        return rounded_to_bf16(self.c - self.decoded)
+
+    def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
+        """Elements whose code rounding of size `tolerance` cannot change."""
+        to_a_tie = 0.5 - np.abs(self.c / np.where(self.scale > 0, self.scale, 1.0) - self.bits)
+        return to_a_tie * self.scale > tolerance
+
+
+def groups(lengths: Sequence[int]) -> list[int]:
+    """The lengths of the groups of blocks."""
+    return [min(GROUP, length - start) for length in lengths for start in range(0, length, GROUP)]
+
+
+def quantize(c: np.ndarray, valid: np.ndarray, *, lengths: Sequence[int], bits: int) -> Codes:
+    """One message of blocks of these lengths: q = round(c / scale), scale = max |c| / (2^(bits - 1) - 1)."""
+    c, most = np.where(valid, c, 0.0), 2 ** (bits - 1) - 1
+    sizes = [np.abs(c[group]).max() for group in blocks(groups(lengths))]
+    scales = np.array([size / most if size >= LEAST else 0.0 for size in sizes])
+    each = np.repeat(scales, groups(lengths))
+    codes = np.where(each > 0, np.rint(c / np.where(each > 0, each, 1.0)), 0.0)
+    return Codes(c, codes, scales, valid, groups(lengths))
+
+
+def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
+    """To 8 places, ties to even."""
+    fraction, exponent = np.frexp(values)
+    return np.ldexp(np.rint(fraction * 2**8) / 2**8, exponent)
+
+
 def reformed(
     workers: Sequence[np.ndarray], server: np.ndarray, owner: np.ndarray, senders: tuple[int, int],
     kept: Sequence[Sequence[int]],
@@ -182,7 +226,7 @@ class SimulatedAllReduce:
     `worker[i]` is rank i's residual over the whole space, as `server` is, each shard of which lives on the rank that
     owns it. `gathered[i]` and `scattered` list the last call's messages, one a shard, in the order of the flat space.
     `counted`: what takes part, if not all. `direct`: so many ranks, whose messages of whole chunks go to all; then a
-    layout has one shard a chunk, the average is their mean, and there is no server.
+    layout has one shard a chunk, the average is their mean, and there is no server. `bits`: of an element.
     """
 
     layout: Layout
@@ -190,6 +234,7 @@ class SimulatedAllReduce:
     norm: str = "l1"
     counted: np.ndarray | None = None
     direct: int = 0
+    bits: int = 1
     worker: Arrays = field(init=False)
     server: np.ndarray = field(init=False)
     gathered: list[list[Message]] = field(init=False, default_factory=list)
@@ -206,18 +251,23 @@ class SimulatedAllReduce:
         self.gathered, self.scattered = [[] for _ in ys], []
         of_means = "l2" if self.norm == "unbiased" else self.norm
         for shard in self.layout.shards():
-            options = {"lengths": self.layout.lengths_in(shard), "scale": self.scale}
+            lengths = self.layout.lengths_in(shard)
             total = np.zeros(shard.stop - shard.start)
             for rank, y in enumerate(ys):
-                message = compress(y[shard] + self.worker[rank][shard], valid[shard], norm=self.norm, **options)
+                message = self._message(y[shard] + self.worker[rank][shard], valid[shard], lengths, self.norm)
                 self.worker[rank][shard] = message.error
                 self.gathered[rank].append(message)
                 total += message.decoded
             result[shard] = total / len(ys)
             if not self.direct:
                 c = result[shard] + self.server[shard]
-                reply = compress(c, valid[shard], norm=of_means, **options)
+                reply = self._message(c, valid[shard], lengths, of_means)
                 self.server[shard] = reply.error
                 self.scattered.append(reply)
                 result[shard] = reply.decoded
         return result
+
+    def _message(self, c: np.ndarray, valid: np.ndarray, lengths: Sequence[int], norm: str) -> Message:
+        if self.bits > 1:
+            return quantize(c, valid, lengths=lengths, bits=self.bits)
+        return compress(c, valid, lengths=lengths, scale=self.scale, norm=norm)
