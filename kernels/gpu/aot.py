@@ -127,9 +127,9 @@ def variants() -> dict[str, Workload]:
         "fp32, unbiased scale": Workload(sizes, norm="unbiased"),
         "fp32, masked": Workload(sizes, masked=True),
         "fp32, tensor scale, masked, scaled": Workload(sizes, scale="tensor", masked=True, scaled=True),
-        "fp32, messages of 2 ranks": Workload(sizes, ranks=1, senders=2),
+        "fp32, messages of 2 ranks": Workload(sizes, ranks=1, senders=2, bits=8),
         "fp32, residuals kept": Workload(sizes, kept=True),
-        "bf16": Workload(sizes, dtype=torch.bfloat16),
+        "bf16": Workload(sizes, dtype=torch.bfloat16, bits=8),
         "fp16, no master copy": Workload(sizes, dtype=torch.float16, master=False),
     }
 
