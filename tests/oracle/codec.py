@@ -178,7 +178,7 @@ class Codes(Message):
 
     @property
     def error(self) -> np.ndarray:
-        """As it is kept, in 16 bits."""
+        """Return what is left out, as it is kept, in 16 bits."""
         return rounded_to_bf16(self.c - self.decoded)
 
     def sure(self, tolerance: float | np.ndarray) -> np.ndarray:
@@ -203,7 +203,7 @@ def quantize(c: np.ndarray, valid: np.ndarray, *, lengths: Sequence[int], bits: 
 
 
 def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
-    """To 8 places, ties to even."""
+    """Round to 8 places, ties to even."""
     fraction, exponent = np.frexp(values)
     return np.ldexp(np.rint(fraction * 2**8) / 2**8, exponent)
 
