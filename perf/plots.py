@@ -12,6 +12,7 @@ from onebit.report.plots import available, pyplot
 
 GREY, BLUE, ORANGE, GREEN, RED = "#7f7f7f", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728"
 PURPLE, CYAN, BROWN, PINK, OLIVE, TEAL = "#9467bd", "#17becf", "#8c564b", "#e377c2", "#bcbd22", "#00665e"
+NAVY = "#1f2a6b"
 COLORS = {"fp32": GREY, "fp16": ORANGE, "bf16": PURPLE, "1 bit": BLUE}
 COLORS |= {"PowerSGD": GREEN, "1-bit Adam": BLUE, "1-bit LAMB": CYAN, "0/1 Adam": RED}
 COLORS |= {"DiLoCo-like": ORANGE, "DiLoCo": ORANGE}

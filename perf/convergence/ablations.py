@@ -1,13 +1,14 @@
-"""What the papers compare with, on the library's own pieces. Not for use: each leaves out what makes 1 bit work.
+"""What the papers compare with, on the library's own pieces, and torch's optimizers on compressed gradients.
 
 LambBasic1Bit    LAMB, then 1-bit momentum with variance and coefficients frozen (Li et al. 2021, section 3.4)
 FrozenAdam       1-bit Adam's freeze without its compression ("1-bit Adam (32 bits)", Tang et al. 2021, section 7.1)
-NaiveAdam        Adam on gradients that are averaged with 1 bit; the variance goes on (Tang et al. 2021, section 3)
+OnFewBits        an optimizer of torch on gradients of a few bits; Adam with 1 is the papers' naive compression, whose
+                 variance goes on (Tang et al. 2021, section 3)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from onebit import OneBitLamb
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.averaging import average_
+from onebit.collectives.reply import AskedReply
 from onebit.collectives.transport import transport_for
+from onebit.kernels.data.wire import Bits
 from onebit.kernels.passes import AdamUpdate, Parameters
 from onebit.optim.flat_state import FlatState
 from onebit.optim.lamb import Lamb
@@ -65,10 +68,36 @@ class FrozenAdam(torch.optim.AdamW):
         return None
 
 
-class NaiveAdam(torch.optim.AdamW):
-    """AdamW; from step `warmup` + 1 on its gradients are averaged with 1 bit an element, with error feedback."""
+class Muon(torch.optim.Optimizer):
+    """torch's AdamW for the first group of parameters, its Muon for the second, with the same rate."""
 
-    def __init__(self, params: Iterable[Any], *, warmup: int = 0, process_group: Any = None, **options: Any) -> None:
+    def __init__(self, params: Sequence[dict[str, Any]], **options: Any) -> None:
+        super().__init__(params, options)
+        rest, matrices = self.param_groups
+        alike = {name: options[name] for name in ("lr", "weight_decay")}
+        adam = torch.optim.AdamW([rest], **options)
+        muon = torch.optim.Muon([matrices], **alike, adjust_lr_fn="match_rms_adamw")
+        self.parts = adam, muon
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+class OnFewBits(torch.optim.Optimizer):
+    """It averages gradients with `bits` an element and error feedback, from step `warmup` + 1 on."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        bits: Bits,
+        reply: AskedReply = "auto",
+        warmup: int = 0,
+        process_group: Any = None,
+        **options: Any,
+    ) -> None:
         super().__init__(params, **options)
         self.warmup, self.steps_done = warmup, 0
         self._transport = transport_for(process_group)
@@ -76,17 +105,19 @@ class NaiveAdam(torch.optim.AdamW):
         self.all_reduce = CompressedAllReduce(
             [p.numel() for p in self._fixed],
             device=self._fixed[0].device,
-            reply=1,
+            bits=bits,
+            reply=reply,
             chunks=1,
             process_group=process_group,
         )
+        self.register_step_pre_hook(lambda *_: self._average())
 
     @property
     def wire_bytes(self) -> int:
         return self.all_reduce.wire_bytes
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def _average(self) -> None:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._fixed]
         if self.steps_done < self.warmup:
             average_(grads, self._transport)
@@ -95,4 +126,15 @@ class NaiveAdam(torch.optim.AdamW):
         for p, g in zip(self._fixed, grads, strict=True):
             p.grad = g
         self.steps_done += 1
-        super().step()
+
+
+class AdamOnFewBits(OnFewBits, torch.optim.AdamW):
+    pass
+
+
+class SgdOnFewBits(OnFewBits, torch.optim.SGD):
+    pass
+
+
+class MuonOnFewBits(OnFewBits, Muon):
+    pass

@@ -8,7 +8,22 @@ from statistics import mean, stdev
 from typing import Any
 
 from perf import plots
-from perf.convergence.plan import BROAD, DEFAULTS, RANKS, REPLIES, REPLY, SWEEPS, SWEPT, TASKS, VARIANTS, family_of
+from perf.convergence.plan import (
+    BITS,
+    BROAD,
+    DEFAULTS,
+    FAMILIES,
+    FOUR_BITS,
+    FREEZE,
+    RANKS,
+    REPLIES,
+    REPLY,
+    SWEEPS,
+    SWEPT,
+    TASKS,
+    VARIANTS,
+    family_of,
+)
 from perf.convergence.records import Records, bits_sent, losses
 from perf.convergence.records import differences as differences_between
 
@@ -27,6 +42,11 @@ COLORS = {
     "onebit_lamb": plots.BLUE,
     "direct_lamb": plots.PURPLE,
     "lamb_basic": plots.ORANGE,
+    "sgd": plots.GREY,
+    "bits_1_sgd": plots.RED,
+    "muon": plots.GREY,
+    **dict.fromkeys(BITS[8], plots.CYAN),
+    **dict.fromkeys(BITS[4], plots.NAVY),
 }
 LESS = "loss, less the baseline's"
 SHOWN_FROM = 0.3  # of the steps: before, curves fall too far to be distinguished
@@ -38,7 +58,8 @@ def draw(
     runs: Mapping[str, Records],
     swept: Mapping[str, Mapping[str, Mapping[str, Records]]],
 ) -> list[Path]:
-    families = [f for f in ("adam", "lamb") if any(family_of(v) == f for v in runs)]
+    families = [f for f in FAMILIES if any(family_of(v) == f for v in runs)]
+    staged = [f for f in families if f in FREEZE]
     title = TASKS[task].title
     of_runs = [
         curves(f"{VARIANTS[f]}: validation loss", {v: r for v, r in runs.items() if family_of(v) == f})
@@ -46,9 +67,9 @@ def draw(
     ]
     found = {"": (title, [*of_runs, differences(runs)])}
     if REPLY in swept:
-        found["-reply"] = f"{title}: what comes back of messages", [replies(f, swept[REPLY]) for f in families]
+        found["-reply"] = f"{title}: what comes back of messages", [replies(f, swept[REPLY]) for f in staged]
     if RANKS in swept:
-        panels = [over_ranks(f, swept[RANKS]) for f in families]
+        panels = [over_ranks(f, swept[RANKS]) for f in staged]
         found["-ranks"] = f"{title}: final loss less the baseline's, over ranks", panels
     if narrow := [sweep(SWEEPS[name], at) for name, at in swept.items() if name not in BROAD]:
         found["-sweeps"] = f"{title}: final loss", narrow
@@ -142,7 +163,7 @@ def over_ranks(family: str, runs: Mapping[str, Mapping[str, Records]]) -> plots.
 
     def panel(axes: Any) -> None:
         baseline, labels = next(iter(runs.values())).get(family, {}), list(runs)
-        for names in zip(*DEFAULTS.values(), strict=True):  # of one optimizer
+        for names in (*zip(*DEFAULTS.values(), strict=True), (FOUR_BITS,)):  # of one optimizer
             found = [(i, differences_between(runs[label].get(v, {}), baseline))
                      for i, label in enumerate(labels) for v in names if family_of(v) == family]  # fmt: skip
             at = [(i, off) for i, off in found if off]

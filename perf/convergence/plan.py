@@ -19,6 +19,7 @@ MANY = 8  # ranks: of these one seed, as they share two cores
 class Variant:
     title: str  # in tables
     options: dict[str, Any] | None = None  # of an optimizer of onebit, where it compresses
+    gradients: dict[str, Any] | None = None  # of CompressedAllReduce, where it averages an optimizer of torch's
     beta1: float | None = None  # where it is not the task's: tried on the GAN alone, which has betas of its own
 
 
@@ -26,6 +27,7 @@ DIRECT = {"reply": "direct"}
 UNBIASED, DIRECT_UNBIASED = {"reply": 1, "norm": "unbiased"}, {**DIRECT, "norm": "unbiased"}
 UNLIMITED_DIRECT, OF_256 = {**DIRECT_UNBIASED, "update_limit": None}, {**DIRECT_UNBIASED, "block_size": 256}
 PAPERS, DIRECT_L1 = {"reply": 1, "norm": "l1"}, {**DIRECT, "norm": "l1"}
+NAIVE = {"bits": 1, "reply": 1}
 BEST_01 = "0/1 Adam, direct replies, norm unbiased"
 EVERY = {
     "adam": Variant("Adam"),
@@ -49,17 +51,19 @@ EVERY = {
     "local_16_adam": Variant("0/1 Adam, exchanges up to 16 steps apart", {"local_step_clipper": 16, "norm": "l1"}),
     "beta_25_adam": Variant("Adam, beta1 0.25", beta1=0.25),
     "beta_0_adam": Variant("Adam, beta1 0", beta1=0.0),
-    "direct_zero_one_unbiased_beta_25_adam": Variant(f"{BEST_01}, beta1 0.25", DIRECT_UNBIASED, 0.25),
-    "direct_zero_one_unbiased_beta_0_adam": Variant(f"{BEST_01}, beta1 0", DIRECT_UNBIASED, 0.0),
-    "direct_zero_one_unbiased_256_beta_25_adam": Variant(f"{BEST_01}, blocks of 256, beta1 0.25", OF_256, 0.25),
+    "direct_zero_one_unbiased_beta_25_adam": Variant(f"{BEST_01}, beta1 0.25", DIRECT_UNBIASED, beta1=0.25),
+    "direct_zero_one_unbiased_beta_0_adam": Variant(f"{BEST_01}, beta1 0", DIRECT_UNBIASED, beta1=0.0),
+    "direct_zero_one_unbiased_256_beta_25_adam": Variant(f"{BEST_01}, blocks of 256, beta1 0.25", OF_256, beta1=0.25),
     "direct_zero_one_unbiased_last_beta_25_adam": Variant(
-        f"{BEST_01}, beta1 0.25, last layer uncompressed", DIRECT_UNBIASED, 0.25
+        f"{BEST_01}, beta1 0.25, last layer uncompressed", DIRECT_UNBIASED, beta1=0.25
     ),
     "direct_unbiased_unlimited_adam": Variant("1-bit Adam, direct replies, norm unbiased, no limit", UNLIMITED_DIRECT),
     "direct_zero_one_unbiased_unlimited_adam": Variant(f"{BEST_01}, no limit", UNLIMITED_DIRECT),
     "frozen_adam": Variant("1-bit Adam (32 bits)"),
-    "naive_adam": Variant("Adam, naive 1 bit after the same warmup"),
-    "naive_adam_start": Variant("Adam, naive 1 bit from the start"),
+    "naive_adam": Variant("Adam, naive 1 bit after the same warmup", gradients=NAIVE),
+    "naive_adam_start": Variant("Adam, naive 1 bit from the start", gradients=NAIVE),
+    "bits_8_adam": Variant("Adam with gradients of 8 bits", gradients={"bits": 8}),
+    "bits_4_adam": Variant("Adam with gradients of 4 bits", gradients={"bits": 4}),
     "lamb": Variant("LAMB"),
     "onebit_lamb": Variant("1-bit LAMB", PAPERS),
     "direct_lamb": Variant("1-bit LAMB, direct replies", DIRECT_L1),
@@ -67,9 +71,19 @@ EVERY = {
     "unbiased_lamb": Variant("1-bit LAMB, norm unbiased", UNBIASED),
     "direct_unbiased_unlimited_lamb": Variant("1-bit LAMB, direct replies, norm unbiased, no limit", UNLIMITED_DIRECT),
     "lamb_basic": Variant("LAMB + basic 1-bit"),
+    "sgd": Variant("SGD"),
+    "bits_8_sgd": Variant("SGD with gradients of 8 bits", gradients={"bits": 8}),
+    "bits_4_sgd": Variant("SGD with gradients of 4 bits", gradients={"bits": 4}),
+    "bits_1_sgd": Variant("SGD with gradients of 1 bit", gradients={"bits": 1}),
+    "muon": Variant("Muon"),
+    "bits_8_muon": Variant("Muon with gradients of 8 bits", gradients={"bits": 8}),
+    "bits_4_muon": Variant("Muon with gradients of 4 bits", gradients={"bits": 4}),
 }
+FAMILIES = ("adam", "lamb", "sgd", "muon")  # each named like its uncompressed optimizer
 VARIANTS = {name: each.title for name, each in EVERY.items()}
 OPTIONS = {name: each.options for name, each in EVERY.items() if each.options is not None}
+GRADIENTS = {name: each.gradients for name, each in EVERY.items() if each.gradients is not None}
+BITS = {bits: tuple(f"bits_{bits}_{family}" for family in ("adam", "sgd", "muon")) for bits in (8, 4)}
 ZERO_ONE = tuple(name for name in OPTIONS if VARIANTS[name].startswith("0/1"))
 BETA1 = {name: each.beta1 for name, each in EVERY.items() if each.beta1 is not None}
 LAST_LAYER = ("direct_zero_one_unbiased_last_beta_25_adam",)
@@ -89,6 +103,7 @@ DEFAULTS = {  # what the optimizers do by default: of 2 ranks, and of more
     2: ("direct_unbiased_adam", "direct_zero_one_unbiased_adam", "direct_unbiased_lamb"),
     MORE: ("unbiased_adam", "zero_one_unbiased_adam", "unbiased_lamb"),
 }
+FOUR_BITS = "bits_4_adam"  # over ranks, too
 UNLIMITED = (
     "direct_unbiased_unlimited_adam", "direct_zero_one_unbiased_unlimited_adam", "direct_unbiased_unlimited_lamb",
 )  # fmt: skip
@@ -101,7 +116,7 @@ SWEEPS = {
     "lr": "learning rate, times the task's",
     SAVE: "runs that are saved, and go on from what was saved",
 }
-FREEZE = {"adam": 0.2, "lamb": 0.3}  # share of the steps, by family
+FREEZE = {"adam": 0.2, "lamb": 0.3}  # share of the steps, by family that has stages
 
 CHOSEN = "the baseline's best of four or five, factors of 2 apart, in 150 steps on one rank and another seed"
 
@@ -120,8 +135,8 @@ TASKS: dict[str, Task] = {
             "a causal objective; 0.7 M parameters and 600 steps of 32 short windows, theirs were 340 M and 152,000 of "
             "4,096 (Adam) or 5,993 of 65,536 (LAMB); up to 4 ranks, on one machine; stage 1 is 20 % of the steps for "
             "Adam and 30 % for LAMB, theirs were 15 % and 17 %; a scale a block of 2,048 elements, theirs one for all",
-            steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2}, chosen=CHOSEN,
-            sweeps=("reply", "ranks", "event", "freeze", "batch", "lr", "save"),
+            steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2, "muon": 8e-3}, chosen=CHOSEN,
+            sweeps=("reply", "ranks", "event", "freeze", "batch", "lr", "save"), families=("adam", "lamb", "muon"),
         ),
         LanguageModel(
             "lm-long", "The same language model in 3,000 steps",
@@ -134,8 +149,8 @@ TASKS: dict[str, Task] = {
             "grey images of 28 x 28; 78 thousand parameters, theirs were 11 and 24 million; not quite one epoch in "
             "batches of 128, theirs were 200 and 250 of 1,024; stage 1 is 20 % and 30 % of the steps, theirs 6.5 % and "
             "8 %; for validation the statistics of batch norms are averaged over ranks",
-            steps=400, batch=128, lr={"adam": 8e-3, "lamb": 4e-2}, chosen=CHOSEN, accuracy=True,
-            sweeps=("reply", "ranks", "freeze", "lr"),
+            steps=400, batch=128, lr={"adam": 8e-3, "lamb": 4e-2, "sgd": 0.1}, chosen=CHOSEN, accuracy=True,
+            sweeps=("reply", "ranks", "freeze", "lr"), families=("adam", "lamb", "sgd"),
         ),
         Masked(
             "mlm", "BERT's masked objective, continued from a checkpoint on essays and novels",
@@ -214,11 +229,11 @@ class Run:
 
 
 def family_of(variant: str) -> str:
-    return "lamb" if "lamb" in variant else "adam"
+    return next(family for family in FAMILIES if family in variant)
 
 
 def has_stages(variant: str) -> bool:
-    return variant not in ("adam", "lamb", "naive_adam_start") and variant not in (*ZERO_ONE, *BETA1)
+    return variant == "naive_adam" or variant not in (*FAMILIES, *ZERO_ONE, *BETA1, *GRADIENTS)
 
 
 def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
@@ -261,24 +276,24 @@ def plan(
 
 def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
     """What is run: a variant and the label of a point."""
-    labels = list(points(task, sweep))
+    labels, baselines = list(points(task, sweep)), [family for family in task.families if family in FREEZE]
     match sweep:
         case "main":
             found = [(v, "") for v in VARIANTS if v not in BETA1 or task.betas != Task.betas]
         case "reply":
-            of = [(f, *(name.format(family=f) for name in REPLIES.values())) for f in task.families]
+            of = [(f, *(name.format(family=f) for name in REPLIES.values())) for f in baselines]
             found = [(v, label) for own in of for v in own for label in labels]
         case "save":
-            found = [*((v, labels[0]) for v in task.families)]
+            found = [*((v, labels[0]) for v in baselines)]
             found += [(v, label) for label in labels for v in DEFAULTS[2]]
         case "ranks":  # the baseline does not depend on their number
-            found = [*((v, labels[0]) for v in task.families)]
-            found += [(v, label) for label in labels for v in DEFAULTS[2 if label == "2" else MORE]]
+            found = [*((v, labels[0]) for v in baselines)]
+            found += [(v, label) for label in labels for v in (*DEFAULTS[2 if label == "2" else MORE], FOUR_BITS)]
         case "event":
-            found = [(v, label) for label in labels for v in (*task.families, *DEFAULTS[2])]
+            found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2])]
             found += [(v, labels[0]) for v in UNLIMITED]
         case "lr":
-            found = [(v, label) for label in labels for v in (*task.families, *DEFAULTS[2])]
+            found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2])]
         case _:
             found = [(v, label) for v in SWEPT for label in labels]
     return [(v, label) for v, label in found if family_of(v) in task.families]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from statistics import mean, stdev
 from perf import plots
 from perf.convergence import figures
 from perf.convergence.plan import (
+    BITS,
     BROAD,
     DEFAULTS,
     EVENT,
@@ -20,7 +22,6 @@ from perf.convergence.plan import (
     SWEEPS,
     TASKS,
     VARIANTS,
-    ZERO_ONE,
     family_of,
     has_stages,
 )
@@ -40,7 +41,7 @@ from perf.tables import markdown
 from perf.train_step import volume
 
 TOLERANCE = 0.05  # of the formula
-BITS = (32, 16)
+UNCOMPRESSED = (32, 16)  # bits
 
 CONCLUSION = "conclusion.md"  # beside the runs, written by a person
 METHOD = """## How this was measured
@@ -48,9 +49,11 @@ METHOD = """## How this was measured
 `python -m perf.convergence` writes this page from the runs in `{out}`; `--report` only writes. {hardware}
 
 * **Settings**: all optimizers of a task share the model's start, the data's order and the schedule (linear warmup over
-  a tenth of the steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01). All optimizers of a family share the
-  learning rate. Where nothing else is said, `reply=1` and `norm="l1"` hold, as in the papers; by default two ranks
-  exchange messages directly, and scales are unbiased. The window of a `FreezeRule` is 5 % of the steps.
+  a tenth of the steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01; SGD's momentum 0.9 and weight decay
+  0.0005). All optimizers of a family share the learning rate. Muon has the matrices that are no embeddings, AdamW the
+  rest, with the same rate. Gradients of 8 and 4 bits are so from the first step on. Where nothing else is said,
+  `reply=1` and `norm="l1"` hold, as in the papers; by default two ranks exchange messages directly, and scales are
+  unbiased. The window of a `FreezeRule` is 5 % of the steps.
 * **Ranks** are threads of one process that run the real passes and send the real messages. Before 2026-11-26 ranks were
   processes over Gloo, which adds more than two numbers in another order.
 * **A loss** is of the validation data after the last step: mean and standard deviation over seeds. A seed decides the
@@ -169,7 +172,7 @@ def reduction(record: Record, bits: int, padding: bool = True) -> tuple[float, f
 
 def volume_table(runs: Mapping[str, Records]) -> str:
     head = ["optimizer", "w"]
-    for bits in BITS:
+    for bits in UNCOMPRESSED:
         head += [f"fp{bits}: 1/(w + (1-w)/{bits})", "measured", "difference", "within 5 %"]
     rows = []
     for variant, records in runs.items():
@@ -177,7 +180,7 @@ def volume_table(runs: Mapping[str, Records]) -> str:
         if not record["compressed_bytes"] or not has_stages(variant):
             continue
         row = [VARIANTS[variant], f"{record['uncompressed_steps'] / record['config']['steps']:.2f}"]
-        for bits in BITS:
+        for bits in UNCOMPRESSED:
             formula, measured = reduction(record, bits)
             close = abs(measured / formula - 1) <= TOLERANCE
             _, unpadded = reduction(record, bits, padding=False)
@@ -189,12 +192,12 @@ def volume_table(runs: Mapping[str, Records]) -> str:
 
 def run_bytes_table(runs: Mapping[str, Records]) -> str:
     """Tabulate bytes of whole runs of those that have no stages: no formula gives theirs."""
-    head = ["optimizer", "steps in full precision", *(f"times fewer bytes than fp{bits}" for bits in BITS)]
+    head = ["optimizer", "steps in full precision", *(f"times fewer bytes than fp{bits}" for bits in UNCOMPRESSED)]
     rows = []
     for variant, records in runs.items():
         record = next(iter(records.values()))
-        if record["compressed_bytes"] and variant in ZERO_ONE:
-            fewer = [f"{reduction(record, bits)[1]:.1f}" for bits in BITS]
+        if record["compressed_bytes"] and not has_stages(variant):
+            fewer = [f"{reduction(record, bits)[1]:.1f}" for bits in UNCOMPRESSED]
             rows.append([VARIANTS[variant], f"{record['uncompressed_steps']} of {record['config']['steps']}", *fewer])
     return markdown(head, rows) if rows else ""
 
@@ -224,7 +227,8 @@ def data_of(runs: Mapping[str, Records]) -> str:
 
 def settings(task: str, runs: Mapping[str, Records]) -> str:
     of, record = TASKS[task], next(iter(next(iter(runs.values())).values()))
-    rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items() if f in of.families)
+    tried = set(map(family_of, runs))
+    rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items() if f in tried)
     betas = f" Betas are {of.betas[0]:g} and {of.betas[1]:g}." if of.betas != Task.betas else ""
     return (
         f"Stands in for {of.papers}. Differences: {of.differs}.\n\nData: {data_of(runs)}. {of.steps} steps of "
@@ -237,34 +241,46 @@ def command(task: str, sweeps: Sequence[str], seeds: int) -> str:
     return f"python -m perf.convergence --tasks {task} --sweeps {','.join([MAIN, *sweeps])} --seeds {seeds}"
 
 
-def comparisons(out: Path) -> Iterator[tuple[str, str, dict[str, Records]]]:
-    """Task, optimizer with its default and the task's runs, wherever the optimizer and its baseline were both run."""
+def comparisons(out: Path, variants: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Records]]]:
+    """Task, variant and the task's runs, wherever the variant and its baseline were both run."""
     for task in TASKS:
         runs = main_runs(out, task)
-        for variant in DEFAULTS[2]:
+        for variant in variants:
             if differences(runs.get(variant, {}), runs.get(family_of(variant), {})):
                 yield task, variant, runs
 
 
-def conclusion(out: Path) -> str:
-    """How 1-bit optimizers and naive compression compare with the baselines, and a person's words on the runs."""
-    close, losses, naive = [], [], {}
-    for task, variant, runs in comparisons(out):
-        ours, plain, is_loss = runs[variant], runs[family_of(variant)], TASKS[task].measure == LOSS
+def tally(out: Path, variants: Sequence[str]) -> str:
+    """Count the comparisons that are within, and find the largest mean difference of losses; empty without one."""
+    close, losses = [], []
+    for task, variant, runs in comparisons(out, variants):
+        ours, plain = runs[variant], runs[family_of(variant)]
         close.append(within(ours, plain) == "yes")
-        losses += [(mean(differences(ours, plain)), f"{name_of(variant)}, {TASKS[task].title}")] if is_loss else []
-        if is_loss and (pairs := differences(runs.get("naive_adam_start", {}), runs.get("adam", {}))):
-            naive[task] = mean(pairs)
+        if TASKS[task].measure == LOSS:
+            losses.append((mean(differences(ours, plain)), f"{name_of(variant)}, {TASKS[task].title}"))
     if not losses:
-        return "No optimizer has been run with its defaults on a seed of its baseline yet."
+        return ""
     worst, where = max(losses)
+    return f"in {sum(close)} of {len(close)} comparisons; the largest mean difference is {worst:+.3f} ({where})."
+
+
+def conclusion(out: Path) -> str:
+    """How 1-bit optimizers and compressed gradients compare with the baselines, and a person's words on the runs."""
+    ours = tally(out, DEFAULTS[2])
+    if not ours:
+        return "No optimizer has been run with its defaults on a seed of its baseline yet."
     text = (
         f"With its defaults a 1-bit optimizer's validation loss is within one standard deviation of the uncompressed "
-        f"optimizer's, or better, in {sum(close)} of {len(close)} comparisons; the largest mean difference is "
-        f"{worst:+.3f} ({where})."
+        f"optimizer's, or better, {ours}"
     )
+    for bits, variants in BITS.items():
+        if theirs := tally(out, variants):
+            text += f" Any optimizer's with gradients of {bits} bits: {theirs}"
+    start = "naive_adam_start"
+    naive = [mean(differences(runs[start], runs["adam"])) for task, _, runs in comparisons(out, [start])
+             if TASKS[task].measure == LOSS]  # fmt: skip
     if naive:
-        text += f" {VARIANTS['naive_adam_start']}: {min(naive.values()):+.3f} to {max(naive.values()):+.3f}."
+        text += f" {VARIANTS[start]}: {min(naive):+.3f} to {max(naive):+.3f}."
     filled, by_hand = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False), out / CONCLUSION
     return f"{filled}\n\n{by_hand.read_text(encoding='utf-8').strip()}" if by_hand.exists() else filled
 
@@ -275,9 +291,9 @@ def name_of(variant: str) -> str:
 
 
 def summary(out: Path) -> str:
-    """A row for each task and optimizer with its defaults."""
+    """A row for each task and optimizer with its defaults, and each optimizer on gradients of a few bits."""
     rows = []
-    for task, variant, runs in comparisons(out):
+    for task, variant, runs in comparisons(out, (*DEFAULTS[2], *itertools.chain(*BITS.values()))):
         ours, plain = runs[variant], runs[family_of(variant)]
         row = [TASKS[task].title, name_of(variant), cell(ours), f"{VARIANTS[family_of(variant)]}: {cell(plain)}"]
         rows.append([*row, difference(ours, plain), within(ours, plain)])
@@ -303,7 +319,7 @@ def sections(out: Path, docs: Path) -> Iterator[str]:
         if volumes := volume_table(runs):
             yield f"### Bytes sent\n\n{volumes}\n\n{padding_note(runs)}"
         if volumes := run_bytes_table(runs):
-            yield f"0/1 Adam's whole run, as counted:\n\n{volumes}"
+            yield f"Whole runs of those that have no stages, as counted:\n\n{volumes}"
 
 
 def ratio_note(runs: Mapping[str, Records]) -> str:

@@ -17,9 +17,18 @@ from onebit import FreezeRule, OneBitAdam, OneBitLamb, OneBitOptimizer, ZeroOneA
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import Transport
 from onebit.kernels.data.layout import WORD
-from perf.convergence.ablations import FrozenAdam, LambBasic1Bit, NaiveAdam
+from perf.convergence.ablations import (
+    AdamOnFewBits,
+    FrozenAdam,
+    LambBasic1Bit,
+    Muon,
+    MuonOnFewBits,
+    OnFewBits,
+    SgdOnFewBits,
+)
 from perf.convergence.plan import (
     BETA1,
+    GRADIENTS,
     LAST_LAYER,
     LOCAL,
     OPTIONS,
@@ -33,10 +42,15 @@ from perf.convergence.tasks import Items, Prepared, Task
 
 Show = Callable[[int, float], None]  # steps done, training loss
 WEIGHT_DECAY = 0.01
+SGD = {"momentum": 0.9, "weight_decay": 5e-4}
 LR_WARMUP = 0.1  # of the steps
 VALIDATIONS, RECORDS = 10, 50  # a run
 BUILDING = threading.Lock()  # torch changes a class when its first optimizer is built
 OURS = {"adam": OneBitAdam, "lamb": OneBitLamb}
+TORCHS: dict[str, Callable[..., torch.optim.Optimizer]]
+TORCHS = {"adam": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
+ON_FEW_BITS: dict[str, Callable[..., OnFewBits]]
+ON_FEW_BITS = {"adam": AdamOnFewBits, "sgd": SgdOnFewBits, "muon": MuonOnFewBits}
 
 
 def lr_at(run: Run, step: int) -> float:
@@ -74,9 +88,12 @@ def build(
     common = {**plainly, "process_group": transport}
     freeze_step = FreezeRule(window=max(1, run.steps // 20)) if run.freeze == "auto" else run.freeze
     staged = {**common, "freeze_step": freeze_step, "chunks": 1}
+    family = family_of(run.variant)
+    groups: list[Any] = groups_of_muon(model) if family == "muon" else params
+    of_torch = {"lr": run.lr, **SGD} if family == "sgd" else plainly
     match run.variant:
-        case "adam" | "beta_25_adam" | "beta_0_adam":
-            plain = torch.optim.AdamW(params, **plainly)
+        case "adam" | "beta_25_adam" | "beta_0_adam" | "sgd" | "muon":
+            plain = TORCHS[family](groups, **of_torch)
             plain.register_step_pre_hook(lambda *_: average_([p.grad for p in params if p.grad is not None], transport))
             return plain
         case variant if variant in ZERO_ONE:
@@ -87,20 +104,25 @@ def build(
             groups = [{"params": [p for p in params if id(p) not in own]}, {"params": [*apart], "compress": False}]
             return ZeroOneAdam(groups, **common, chunks=1, **options)
         case variant if variant in OPTIONS:
-            return OURS[family_of(variant)](params, **staged, **OPTIONS[variant])
+            return OURS[family](params, **staged, **OPTIONS[variant])
         case "frozen_adam":
             assert isinstance(run.freeze, int)
             return FrozenAdam(params, freeze=run.freeze, **common)
-        case "naive_adam":
-            assert isinstance(run.freeze, int)
-            return NaiveAdam(params, warmup=run.freeze, **common)
-        case "naive_adam_start":
-            return NaiveAdam(params, **common)
+        case variant if variant in GRADIENTS:
+            warmup, options = int(run.freeze or 0), GRADIENTS[variant]
+            return ON_FEW_BITS[family](groups, warmup=warmup, process_group=transport, **of_torch, **options)
         case "lamb":
             return OneBitLamb(params, **{**staged, "freeze_step": run.steps + 1})
         case "lamb_basic":
             return LambBasic1Bit(params, **staged, reply=1, norm="l1")
     raise ValueError(f"variant {run.variant!r}: choose among {VARIANTS}")
+
+
+def groups_of_muon(model: nn.Module) -> list[dict[str, Any]]:
+    """Group parameters: AdamW's, and Muon's, which are the matrices that are no embeddings."""
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = {p: p.ndim == 2 and p not in tables for p in model.parameters()}
+    return [{"params": [p for p, is_matrix in matrices.items() if is_matrix == of_muon]} for of_muon in (False, True)]
 
 
 def build_part(run: Run, task: Task, part: nn.Module, transport: Transport) -> torch.optim.Optimizer:
@@ -110,7 +132,7 @@ def build_part(run: Run, task: Task, part: nn.Module, transport: Transport) -> t
 
 def sends(optimizer: torch.optim.Optimizer) -> Literal["uncompressed", "compressed", "nothing"]:
     """What the last step has sent."""
-    if isinstance(optimizer, NaiveAdam):
+    if isinstance(optimizer, OnFewBits):
         return "compressed" if optimizer.steps_done > optimizer.warmup else "uncompressed"
     if not isinstance(optimizer, OneBitOptimizer) or not optimizer.compressing:
         return "uncompressed"

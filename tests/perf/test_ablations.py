@@ -34,7 +34,7 @@ def run_all(rank, size):
 def naive(rank, warmup):
     """Parameters after the warmup; gradients after it have one scale a parameter."""
     params = CASE.parameters()
-    optimizer = ablations.NaiveAdam(params, warmup=warmup, lr=1e-2, process_group=group())
+    optimizer = ablations.AdamOnFewBits(params, bits=1, reply=1, warmup=warmup, lr=1e-2, process_group=group())
     run(CASE, rank, optimizer, params, 1, warmup)
     after = arrays(params)
     assert optimizer.wire_bytes == 0

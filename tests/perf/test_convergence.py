@@ -6,6 +6,7 @@ import json
 import re
 import struct
 import zlib
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,8 +20,19 @@ from perf import plots
 from perf.convergence import data, gan, records, report, study, virtual
 from perf.convergence.data import DataMissing
 from perf.convergence.models import ResNet8
-from perf.convergence.plan import BETA1, LAST_LAYER, MAIN, ONE_SEED, SWEEPS, TASKS, VARIANTS, Run, plan
-from perf.convergence.runs import batch_of, build_part, enlarge_gradients, event_factor, lr_at, share
+from perf.convergence.plan import (
+    BETA1,
+    LAST_LAYER,
+    MAIN,
+    ONE_SEED,
+    SWEEPS,
+    TASKS,
+    VARIANTS,
+    Run,
+    family_of,
+    plan,
+)
+from perf.convergence.runs import SGD, batch_of, build_part, enlarge_gradients, event_factor, lr_at, sends, share
 from perf.convergence.tasks import Prepared
 from perf.convergence.virtual import run_ranks as run_virtual_ranks
 from perf.lab.processes import RankFailed
@@ -58,7 +70,8 @@ def write(out, run, loss, **more):
 def test_the_plan_has_every_run_once_the_main_comparison_first():
     runs = list(plan(["lm", "images"], [MAIN, *SWEEPS], 3))
     assert len({(run.task, run.name) for run in runs}) == len(set(runs)) == len(runs)
-    main = 2 * (3 * (len(VARIANTS) - len(BETA1)) - 2 * len(ONE_SEED))
+    of_tasks = [v for task in ("lm", "images") for v in VARIANTS if family_of(v) in TASKS[task].families]
+    main = 3 * (len(of_tasks) - 2 * len(BETA1)) - 2 * 2 * len(ONE_SEED)
     assert all(run == Run.standard(run.task, run.variant, run.seed) for run in runs[:main])
     assert all(run != Run.standard(run.task, run.variant, run.seed) for run in runs[main:])
     assert {run.seed for run in runs if run.ranks == 8 and run.variant == "direct_adam"} == {0}
@@ -339,15 +352,59 @@ def test_both_models_train_each_with_its_optimizer(variant, beta1):
     assert bits(model.judge[0].state_dict().values()) == judge
 
 
-@pytest.mark.parametrize("task", ["gan", "lm"])
+@pytest.mark.parametrize("task", ["gan", "lm", "images"])
 def test_every_variant_of_the_plan_is_built_with_its_options(task):
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(4, 1)}) if task == "gan" else torch.nn.Linear(4, 1)
     for run in plan([task], [MAIN], 1):
         if run.variant in LAST_LAYER:
             continue
-        (group, *_) = build_part(run, TASKS[task], model, ALONE).param_groups
+        optimizer = build_part(run, TASKS[task], model, ALONE)
+        (group, *_) = optimizer.param_groups
+        if family_of(run.variant) == "sgd":
+            assert {name: group[name] for name in SGD} == SGD and group["lr"] == run.lr
+            continue
         assert group["betas"][0] == BETA1.get(run.variant, TASKS[task].betas[0]), run.variant
-        assert (group["lr"], group["weight_decay"]) == (run.lr, 0.01)
+        assert all((group["lr"], group["weight_decay"]) == (run.lr, 0.01) for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(("variant", "count"), [("bits_8_adam", 8), ("bits_4_sgd", 4), ("bits_4_muon", 4)])
+def test_gradients_travel_with_as_many_bits_as_a_variant_says(variant, count):
+    run = Run.standard("images" if "sgd" in variant else "lm", variant, 0)
+    grads = torch.randn(2, 64, 64)
+
+    def step(transport):
+        model = torch.nn.Linear(64, 64, bias=True)
+        model.weight.grad, model.bias.grad = grads[transport.rank].clone(), torch.zeros(64)
+        optimizer = build_part(run, TASKS[run.task], model, transport)
+        optimizer.step()
+        return model.weight.grad, sends(optimizer), 8 * optimizer.wire_bytes / (64 * 64 + 64)
+
+    (own, sent, of_an_element), (other, *_) = run_virtual_ranks(2, step)
+    half_a_code = grads.abs().max() / (2 ** (count - 1) - 1) / 2
+    assert torch.equal(own, other) and 0 < (own - grads.mean(0)).abs().max() < half_a_code
+    assert sent == "compressed" and count < of_an_element < count + 0.3
+
+
+def test_muon_has_the_matrices_that_are_no_embeddings():
+    """Its wrapper steps as torch's two optimizers do, and rates reach both."""
+    torch.manual_seed(0)
+    build = functools.partial(torch.nn.Sequential, torch.nn.Embedding(5, 4), torch.nn.Linear(4, 3))
+    model, run = build(), Run.standard("lm", "muon", 0)
+    twin = deepcopy(model)
+    optimizer = build_part(run, TASKS["lm"], model, ALONE)
+    alike = {"lr": 0.5 * run.lr, "weight_decay": 0.01}
+    table, matrix, bias = twin.parameters()
+    theirs = [
+        torch.optim.AdamW([table, bias], **alike),
+        torch.optim.Muon([matrix], adjust_lr_fn="match_rms_adamw", **alike),
+    ]
+    for each in optimizer.param_groups:
+        each["lr"] *= 0.5
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        p.grad = q.grad = torch.randn_like(p)
+    for each in (optimizer, *theirs):
+        each.step()
+    assert bits(model.parameters()) == bits(twin.parameters())
 
 
 def test_noise_is_of_the_global_batch_and_samples_have_all_classes():
