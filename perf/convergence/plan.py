@@ -135,7 +135,7 @@ TASKS: dict[str, Task] = {
             "a causal objective; 0.7 M parameters and 600 steps of 32 short windows, theirs were 340 M and 152,000 of "
             "4,096 (Adam) or 5,993 of 65,536 (LAMB); up to 4 ranks, on one machine; stage 1 is 20 % of the steps for "
             "Adam and 30 % for LAMB, theirs were 15 % and 17 %; a scale a block of 2,048 elements, theirs one for all",
-            steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2, "muon": 8e-3}, chosen=CHOSEN,
+            steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2, "muon": 1.6e-2}, chosen=CHOSEN,
             sweeps=("reply", "ranks", "event", "freeze", "batch", "lr", "save"), families=("adam", "lamb", "muon"),
         ),
         LanguageModel(
