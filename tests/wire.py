@@ -33,7 +33,7 @@ def contents(messages: Messages, row: int, lengths: Sequence[int]) -> Contents:
 
 
 def _codes(raw: np.ndarray, bits: int, block_size: int, lengths: Sequence[int]) -> Contents:
-    """Read as many scales for each block as a whole one has, and codes in two's complement, the first in the lower half."""
+    """Read as many scales for each block as a whole one has; and codes, the first of two in the lower half."""
     each = -(-block_size // 256)
     count = each * len(lengths)
     start, half = 16 + -(-4 * count // 16) * 16, 2 ** (bits - 1)
