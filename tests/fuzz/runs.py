@@ -174,9 +174,7 @@ def resumed(rank: int, case: dict[str, Any], folder: str) -> str:
         raise AssertionError(f"the resumed run ends elsewhere, from step {case['saved']} of {STEPS} on")
     if not all(bool(torch.isfinite(p).all()) for p in ends[0]):
         raise AssertionError("parameters are not finite")
-    if run.compression is not None:
-        return "goes on, compressed gradients"
-    return f"goes on, {'compressing' if run.optimizer.compressing else 'in stage 1'}"
+    return f"goes on, {'compressing' if (run.compression or run.optimizer).compressing else 'in stage 1'}"
 
 
 def work(rank: int, size: int, case: dict[str, Any], folder: str) -> tuple[str, collectives.Seen]:

@@ -58,7 +58,7 @@ def test_an_all_reduce_has_the_rate_that_was_measured_beside_it(tmp_path, capsys
     assert status == 0 and "paced links as measured, headers included: 20mbit" in printed.out
     (path,) = tmp_path.glob("*.json")
     rows = [Row.of(row) for row in read_record(path)["rows"]]
-    assert {row.kind for row in rows} == {"1 bit", "fp32", "fp16", "bf16"}
+    assert {row.kind for row in rows} == {"1 bit", "4 bits", "8 bits", "fp32", "fp16", "bf16"}
     for row in rows:
         check_kept("20mbit", row.measured)
         assert (row.hosts, row.rate, row.bytes) == (2, "20mbit", None)
