@@ -48,6 +48,8 @@ OTHERS = [
     (USUAL, replace(USUAL, block_size=32), "block_size", 32, 64),
     (USUAL, replace(USUAL, scale="tensor"), "scale", "tensor", "block"),
     (USUAL, replace(USUAL, norm="l2"), "norm", "l2", "l1"),
+    (USUAL, replace(USUAL, bits=4), "bits", 4, 1),
+    (replace(USUAL, bits=4), replace(USUAL, bits=8), "bits", 8, 4),
     (USUAL, replace(USUAL, chunks=1), "chunks", 1, 2),
     (USUAL, replace(USUAL, reply="direct"), "reply", "direct", "1"),
     (USUAL, replace(USUAL, dtype="bfloat16"), "dtype", "torch.bfloat16", "torch.float32"),
