@@ -1,11 +1,14 @@
 """quantize, average_codes, dequantize: the CPU's against the float64 oracle, every backend's with odd values."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from onebit.kernels.data.hyper import Hyper, hyper_table
 from onebit.kernels.data.wire import MAGIC, NONFINITE
+from onebit.kernels.passes import AverageCodes
 from tests import oracle
 from tests.kernels.cases import BF16, F32, GRID, HALF_PLACE, ON_BACKENDS, Case
 from tests.kernels.compare import assert_close, assert_guards, frozen_bits, numpy
@@ -135,7 +138,12 @@ def test_residuals_are_kept_as_they_were(name, bits):
     world = World(Case((300, 7), 96, ranks=2), name, bits=bits)
     residual = world.residuals[0]
     before = torch.full_like(residual.value, torch.nan)
-    world.residuals[0] = type(residual)(**{**vars(residual), "before": before})
+    world.residuals[0] = replace(residual, before=before)
     was = frozen_bits(residual.value)
     world.run("quantize")
+    assert frozen_bits(before) == was != frozen_bits(residual.value)
+    shard, received = world.layout.shard(0, 1), world.received(0, 1)
+    residual = world.residual(shard, 1)
+    was, before = frozen_bits(residual.value), torch.full_like(residual.value, torch.nan)
+    world.passes.run(AverageCodes(shard, received, replace(residual, before=before), world.fresh(1)))
     assert frozen_bits(before) == was != frozen_bits(residual.value)
