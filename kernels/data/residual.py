@@ -27,7 +27,7 @@ class Residual(NamedRecord):
     counted: Tensor | None  # int32 [blocks]: scratch for the count over a message
     counter: Tensor | None  # int32 [messages]: scratch, 0 between launches
     sizes: tuple[int, ...]  # elements of each message
-    before: Tensor | None = None  # fp32 [elements]: where compress and average write what `value` was, if wanted
+    before: Tensor | None = None  # like `value`: where compress and average write what that was, if wanted
 
     @classmethod
     def zeros(
