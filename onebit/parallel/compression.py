@@ -98,9 +98,7 @@ class Compression:
         self._reducers: dict[Names, CompressedAllReduce] = {}
         self._residuals: dict[str, Tensor] = {}  # of parameters without a reducer, in the order of their memory
         self._served: dict[str, Tensor] = {}  # E of those, where ranks have residuals of their own
-        self._sent = self._before = (
-            0  # bytes of reducers that there were, and of them those before the state was loaded
-        )
+        self._sent = self._before = 0  # bytes of reducers that there were; of them, those before a load
         self._steps = 0  # of the run
         self._pay_off: PayOff | None = None
 
@@ -114,7 +112,9 @@ class Compression:
             raise RuntimeError("DistributedDataParallel has averaged the gradients in backward: leave this call out")
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         with torch.no_grad():
-            self._average(tuple(trained), [_gradient(p) for p in trained.values()])
+            for dtype in dict.fromkeys(p.dtype for p in trained.values()):
+                own = {name: _gradient(p) for name, p in trained.items() if p.dtype == dtype}
+                self._average(tuple(own), list(own.values()))
             self._step_ended()
 
     def average_bucket(self, bucket: GradBucket) -> None:

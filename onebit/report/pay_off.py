@@ -234,9 +234,7 @@ class PayOff:
     def report_on_gradients(self, gradients: Sequence[Tensor], topology: Topology, sent: int, bits: Bits) -> Report:
         """gradients: those that are averaged in every step, uncompressed at first. sent: bytes in messages."""
         ring, taken = _ring(topology), self.taken
-        elements, nbytes = (
-            ring * sum(sizes) for sizes in ([g.numel() for g in gradients], [g.nbytes for g in gradients])
-        )
+        elements, nbytes = ring * sum(g.numel() for g in gradients), ring * sum(g.nbytes for g in gradients)
         return Report(
             uncompressed=self.steps("uncompressed", waits_here=False),
             compressed=self.steps("1 bit", waits_here=False),

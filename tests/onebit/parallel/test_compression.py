@@ -372,6 +372,14 @@ def test_residuals_move_to_other_parameters_together_and_to_other_strides():
     assert same(again.state_dict(), saved)
 
 
+def test_parameters_of_two_dtypes_have_messages_of_their_own():
+    net = nn.Sequential(nn.Linear(64, 8).bfloat16(), nn.Linear(8, 4))
+    compression = one_step(net)
+    assert [p.grad.dtype for p in net.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert all(p.grad.any() for p in net.parameters())
+    assert compression.state_dict()["residuals"].keys() == dict(net.named_parameters()).keys()
+
+
 def test_a_state_of_something_else_is_refused_and_changes_nothing():
     net = nn.Linear(2, 2)
     compression = one_step(net)
