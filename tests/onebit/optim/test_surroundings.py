@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -255,9 +256,13 @@ EARLY = Case(options={"freeze_step": 1, "overlap": True}, shapes=((70,), (33,)))
 
 @on_ranks(2, once=True)
 def test_an_optimizer_that_was_dropped_leaves_nothing_behind(rank):
-    """No threads and no files are left. Some have messages on their way, on one rank alone or on both; the next one is
-    right all the same."""
+    """No threads and no files are left, but for a moment. Some have messages on their way, on one rank alone or on
+    both; the next one is right all the same."""
     ends, counts = set(), []
+
+    def count():
+        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), threading.active_count()))
+
     for in_flight in ((0,), (0, 1), (), (), (), ()):
         params, optimizer = started(EARLY, 0, rank, 2)
         for step in range(5):
@@ -270,5 +275,10 @@ def test_an_optimizer_that_was_dropped_leaves_nothing_behind(rank):
         del optimizer, params
         gc.collect()
         torch.distributed.barrier()
-        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), threading.active_count()))
-    assert len(ends) == 1 and counts[-1] == counts[3], counts
+        count()
+    for _ in range(100):  # a thread that has ended may still be listed
+        if any(now > early for now, early in zip(counts[-1], counts[3], strict=True)):
+            time.sleep(0.05)
+            count()
+    assert len(ends) == 1
+    assert all(now <= early for now, early in zip(counts[-1], counts[3], strict=True)), counts
