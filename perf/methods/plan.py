@@ -12,7 +12,7 @@ from perf.train_step.variants import VARIANTS, Shape, timed_variants
 MODELS = {"narrow": Shape(width=256, layers=8), "wide": Shape(width=512, layers=4)}
 LINKS = ("1gbit", "300mbit+10ms", "100mbit+50ms", "55mbit")
 HOSTS = (2, 4)
-OURS = ("adam-2", "adam-2-bf16", "lamb-2", "zero-one", "zero-one-local", "zero-one-unbiased")
+OURS = ("adamw-8", "adamw-4", "adam-2", "adam-2-bf16", "lamb-2", "zero-one", "zero-one-local", "zero-one-unbiased")
 METHODS = (
     "fp32",
     "fp16",

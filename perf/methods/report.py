@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import stdev
 
 from onebit.cli.arguments import CommandError
+from onebit.parallel import compression
 from onebit.report.plots import available
 from perf import plots
 from perf.lab.rates import link_title
@@ -48,8 +49,9 @@ a rank a host, over Gloo.
   have the same start, data and one-cycle schedule, and clip gradients to a norm of {CLIP:g}. Each method takes the best
   learning rate of {ADAM_LR:g} (LAMB: {LAMB_LR:g}), half and twice of that rate, on the first seed.
 * **Uncompressed steps**: a method that begins with uncompressed steps takes {FREEZE}; PowerSGD "soon" takes
-  {FREEZE // POWERSGD_SOONER}. If a run has several kinds of steps, a table lists the kinds in the order of their first
-  use: uncompressed and compressed; for 0/1 Adam full, 1 bit, local and sync; for DiLoCo local and outer.
+  {FREEZE // POWERSGD_SOONER}, compressed gradients {compression.UNCOMPRESSED}. If a run has several kinds of steps, a
+  table lists the kinds in the order of their first use: uncompressed and compressed; for 0/1 Adam full, 1 bit, local
+  and sync; for DiLoCo local and outer.
 * **Scales**: 1-bit Adam, LAMB and 0/1 Adam have `norm="l1"`, which is not the default. In the row "norm unbiased" the
   steps of 0/1 Adam count as long as with `norm="l1"`, since messages are as long.
 * **Time**: a run's time on a link is the sum of the times that its steps took on that link, clipping included. 1-bit
