@@ -61,19 +61,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if (focus := config.getoption("--focus")) and collection_path.suffix == ".py":
         name = collection_path.relative_to(config.rootpath).as_posix()
-        return collection_path.name.startswith("test_") and name not in _files_for(focus)
+        return collection_path.name.startswith("test_") and name not in map(schedule.file_of, _reached_by(focus))
     return None
 
 
-def _files_for(product: str) -> list[str]:
+def _reached_by(product: str) -> list[str]:
     try:
-        return schedule.files_for(product)
+        return schedule.reached_by(product)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = _left_out(config)
+    if focus := config.getoption("--focus"):
+        tests = {item.nodeid for item in items}
+        left_out = tests - schedule.focus(focus, tests)
+    else:
+        left_out = schedule.over(config.getoption("--budget"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
 
@@ -86,12 +90,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _left_out(config: pytest.Config) -> set[str]:
-    if focus := config.getoption("--focus"):
-        return schedule.slow_in(_files_for(focus))
-    return schedule.over(config.getoption("--budget"))
-
-
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     if config.getoption("dist") != "loadfile":
         return None  # pytest-xdist's own
@@ -101,7 +99,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         """The first files that are asked for are those that take longest."""
 
         def _assign_work_unit(self, node: object) -> None:
-            for scope in schedule.longest_first(self.workqueue, _left_out(config)):
+            for scope in schedule.longest_first(self.workqueue, schedule.over(config.getoption("--budget"))):
                 self.workqueue.move_to_end(scope)
             super()._assign_work_unit(node)
 

@@ -1,19 +1,21 @@
 """How long tests take, as recorded, and what follows: which fit a budget, who gets which file, what a change needs.
 
 tests/seconds.json   {"files": seconds of each file of tests, "slow": seconds of each test of LONG or more}
-tests/reached.json   for every file of the product the files of tests to run after a change of it, the narrowest first
+tests/reached.json   for every file of the product what to run after a change of it: tests that have found faults in
+                     it, those that found most first, then files of tests, the narrowest first
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 LONG = 0.3
+QUICK = 0.2  # what one that takes less counts for
 FOCUS = 40.0  # seconds that the tests of a change may take
 HERE = Path(__file__).parent
 SECONDS, REACHED = HERE / "seconds.json", HERE / "reached.json"
@@ -44,26 +46,52 @@ def over(budget: float) -> set[str]:
     return left_out
 
 
-def files_for(product: str) -> list[str]:
-    """The files of tests for a change of a file of the product: as many as fit FOCUS, one at least."""
+def reached_by(product: str) -> list[str]:
+    """What to run after a change of a file of the product."""
     if product not in _read(REACHED):
         known = "\n  ".join(sorted(name for name in _read(REACHED) if Path(name).name == Path(product).name))
         raise ValueError(
             f"{product} is no file of the product that a test is known to reach. Name one by its path in the "
             f"repository, such as kernels/cpu/adam.py" + (f". Meant was perhaps:\n  {known}" if known else "")
         )
-    chosen, total = [], 0.0
-    for name in _read(REACHED)[product]:
-        took = seconds().get(name, 0.0) - sum(s for test, s in _read(SECONDS)["slow"].items() if file_of(test) == name)
-        if not chosen or total + took <= FOCUS:
-            chosen.append(name)
-            total += took
+    return _read(REACHED)[product]
+
+
+def focus(product: str, tests: Iterable[str]) -> set[str]:
+    """Choose the tests for a change of a file of the product, as many as fit FOCUS: those that have found faults in it;
+    all that take no time; the others, one case of each before a second one, the shortest first."""
+    place = {name: number for number, name in enumerate(reached_by(product))}
+    took = defaultdict(lambda: QUICK, _read(SECONDS).get("slow", {}))
+    cases: Counter[str] = Counter()
+    order: list[tuple[int, float, float, str]] = []
+    for test in sorted(tests, key=lambda each: (took[each], each)):
+        if test in place:
+            order.append((0, place[test], 0.0, test))
+        elif took[test] == QUICK:
+            order.append((1, place.get(file_of(test), len(place)), 0.0, test))
+        else:
+            order.append((2, cases[test.partition("[")[0]], took[test], test))
+            cases[test.partition("[")[0]] += 1
+    chosen, total = set(), 0.0
+    for *_, test in sorted(order):
+        if total + took[test] <= FOCUS:
+            chosen.add(test)
+            total += took[test]
     return chosen
 
 
-def slow_in(files: Iterable[str]) -> set[str]:
-    names = set(files)
-    return {test for test in _read(SECONDS).get("slow", {}) if file_of(test) in names}
+def put_first(finders: Mapping[str, list[str]]) -> None:
+    """Write down the tests that have found faults in files of the product."""
+    lines = dict(_read(REACHED))
+    for product, tests in finders.items():
+        lines[product] = list(dict.fromkeys([*tests, *lines.get(product, [])]))
+    write_reached(lines)
+
+
+def write_reached(lines: Mapping[str, list[str]]) -> None:
+    text = ",\n".join(f" {json.dumps(product)}: {json.dumps(tests)}" for product, tests in sorted(lines.items()))
+    REACHED.write_text("{\n" + text + "\n}\n", encoding="utf-8")
+    _read.cache_clear()
 
 
 def longest_first(scopes: Mapping[str, Any], left_out: set[str]) -> list[str]:

@@ -35,11 +35,19 @@ def test_workers_get_the_longest_files_first_without_what_is_left_out():
     assert schedule.longest_first(scopes, {"tests/a.py::x"})[1:] == ["tests/b.py", "tests/a.py", "tests/c.py"]
 
 
-def test_a_change_runs_the_narrowest_files_that_fit(monkeypatch):
-    monkeypatch.setattr(schedule, "FOCUS", 3.5)
-    assert schedule.files_for("kernels/cpu/adam.py") == ["tests/c.py", "tests/a.py"]  # 1 s, and 2 without the slow one
+@pytest.mark.parametrize(
+    ("budget", "chosen"),
+    [(4.0, ["z", "quick"]), (8.0, ["z", "quick", "y[2]"]), (12.0, ["z", "quick", "y[2]", "x"])],
+)
+def test_a_change_runs_what_found_faults_then_the_quick_then_a_case_of_each(monkeypatch, budget, chosen):
+    slow = {"tests/a.py::x": 5.0, "tests/b.py::y[1]": 3.0, "tests/b.py::y[2]": 2.0, "tests/b.py::z": 3.5}
+    schedule.SECONDS.write_text(json.dumps({"files": {}, "slow": slow}))
+    schedule.put_first({"kernels/cpu/adam.py": ["tests/b.py::z"]})
+    monkeypatch.setattr(schedule, "FOCUS", budget)
+    found = schedule.focus("kernels/cpu/adam.py", [*slow, "tests/c.py::quick"])
+    assert {test.partition("::")[2] for test in found} == set(chosen)
     with pytest.raises(ValueError, match=r"Meant was perhaps:\n  kernels/cpu/adam\.py"):
-        schedule.files_for("adam.py")
+        schedule.reached_by("adam.py")
 
 
 def test_seconds_of_a_file_that_ran_again_replace_what_was_known(monkeypatch):

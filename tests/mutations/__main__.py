@@ -3,10 +3,10 @@
     python -m tests.mutations                     records what tests reach, once; 300 mutants; goes on where it ended
     python -m tests.mutations --minutes 20        no longer than this
     python -m tests.mutations --only kernels/cpu  those of a folder or file
-    python -m tests.mutations --record            records anew, and writes tests/reached.json
+    python -m tests.mutations --record            records anew, and writes tests/reached.json anew
 
-A mutant is killed when a test fails or does not end. Copies of the repository are in build/mutations; nothing else is
-touched. Survivors are equal programs, or show a test that is missing.
+A mutant is killed when a test fails or does not end; tests/reached.json then names that test first. Copies of the
+repository are in build/mutations; nothing else is touched. Survivors are equal programs, or show a missing test.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from tests import schedule
 from tests.mutations.mutants import FOLDERS, Mutant, sample
 from tests.mutations.reached import Reached
 from tests.mutations.tree import Tree, import_all
@@ -49,10 +50,11 @@ def main() -> int:
     if options.record or not reached.exists():
         print("Recording what each test reaches", flush=True)
         reached.record(ROOT, TESTS, WORKERS)
-        reached.write_focus(ROOT / "tests" / "reached.json")
+        schedule.write_reached(reached.files_for())
     results = OUT / "results.jsonl"
     mutants = [m for m in sample(ROOT, options.count, options.seed) if m.path.startswith(options.only)]
     run(mutants, reached, results, 60 * options.minutes)
+    schedule.put_first(finders(mutants, known(results)))
     report(mutants, known(results))
     return 0
 
@@ -61,6 +63,15 @@ def known(results: Path) -> dict[str, dict[str, str]]:
     """Read what became of each mutant, and the test that found it."""
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     return {each["mutant"]: each for each in map(json.loads, lines)}
+
+
+def finders(mutants: list[Mutant], found: dict[str, dict[str, str]]) -> dict[str, list[str]]:
+    """Return the tests that have found mutants of each file, those that found most first."""
+    by_file: dict[str, Counter[str]] = defaultdict(Counter)
+    for mutant in mutants:
+        if by := found.get(mutant.id, {}).get("by"):
+            by_file[mutant.path][by] += 1
+    return {path: [test for test, _ in counts.most_common()] for path, counts in by_file.items()}
 
 
 def run(mutants: list[Mutant], reached: Reached, results: Path, seconds: float) -> None:

@@ -147,15 +147,14 @@ class Reached:
                 found[path.relative_to(reach.ROOT).as_posix()] = {_file(module) for module in modules}
         return found
 
-    def write_focus(self, path: Path) -> None:
-        """Write the files of tests to run after a change of each file of the product: the narrowest first."""
-        lines = {}
-        for product in sorted(self.importers):
+    def files_for(self) -> dict[str, list[str]]:
+        """Return the files of tests to run after a change of each file of the product: the narrowest first."""
+        found = {}
+        for product in self.importers:
             tests, paths = self._reaching({product})
             if order := self._nearest({test.partition("::")[0] for test in tests}, paths):
-                lines[product] = order[:NEAR]
-        text = ",\n".join(f" {json.dumps(product)}: {json.dumps(tests)}" for product, tests in lines.items())
-        path.write_text("{\n" + text + "\n}\n", encoding="utf-8")
+                found[product] = order[:NEAR]
+        return found
 
 
 def _file(module: str) -> str:
