@@ -14,8 +14,9 @@ from onebit.warning import warn
 STEPS = 5  # without a gradient, before that is told
 _SHOWN = 3  # names
 _PEFT = (
-    "With peft (LoRA) call get_peft_model first, then build the optimizer with the parameters that train: "
-    "[p for p in model.parameters() if p.requires_grad]"
+    "A trainer with peft_config (LoRA in trl) freezes the model: give it optimizer_cls_and_kwargs=(onebit.OneBitAdam, "
+    "{...}) in place of optimizers, and it builds the optimizer afterwards. Or give no peft_config, call peft's "
+    "get_peft_model first, then build the optimizer with [p for p in model.parameters() if p.requires_grad]"
 )
 
 

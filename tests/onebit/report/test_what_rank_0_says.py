@@ -54,7 +54,7 @@ def frozen(params):
 
 
 SILENT = {  # what is done to the parameters, the step that warns, and its words
-    "all are frozen": (frozen, 1, ("2 of 2 parameters", "were frozen", "no step changes anything", "get_peft_model")),
+    "all are frozen": (frozen, 1, ("2 of 2 parameters", "no step changes anything", "optimizer_cls_and_kwargs=")),
     "one is frozen": (lambda params: frozen(params[1:]), 1, ("1 of 2 parameters (1 of", "were frozen", "do not train")),
     "one has no gradient": (None, 5, ("1 of 2 parameters (1 of", "no gradient in 5 steps", "do not train")),
 }
