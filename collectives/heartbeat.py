@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from onebit.collectives.signs_of_life import Peer, SignsOfLife, longest_silence, who_is_gone
+from onebit.collectives.store import tcp_store
 from onebit.collectives.transport.protocol import CollectiveError
 
-TCPStore: Any = getattr(dist, "TCPStore")  # noqa: B009 - torch does not list it for type checkers
 SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
@@ -51,7 +51,7 @@ class Heartbeat:
         def offer() -> tuple[str, int, dict[int, int]]:
             self._timeout = _checked(silent_after, minimum)
             address = own_address()
-            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            self._store = tcp_store(address, 0, is_master=True, wait_for_workers=False)
             sockets.update({rank: _bound(address) for rank in others})
             return address, self._store.port, {rank: each.getsockname()[1] for rank, each in sockets.items()}
 
@@ -161,7 +161,7 @@ class Heartbeat:
         def come() -> None:
             try:
                 own = chosen[0] == self._me
-                store = self._store if own else TCPStore(address, port, is_master=False, timeout=patience)
+                store = self._store if own else tcp_store(address, port, is_master=False, timeout=patience)
                 came_to = PrefixStore(f"generation {self._generation + 1} of {chosen}", store)
                 came_to.set(str(self._me), "here")
                 came_to.wait([str(rank) for rank in chosen], patience)

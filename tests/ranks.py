@@ -33,6 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from onebit.collectives.store import tcp_store
 from tests import reach
 from tests.internals import let_groups_share_a_loop
 from tests.limits import HUNG
@@ -110,7 +111,7 @@ class Ranks:
             context.set_forkserver_preload(PRELOADED)
         else:  # ranks find the machine code in the cache
             importlib.import_module("tests.warm")
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
         try:
@@ -221,7 +222,7 @@ def _join(rank: int, size: int, sizes: tuple[int, ...], port: int, timeout: time
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
     let_groups_share_a_loop()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
+    store = tcp_store("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START_TIMEOUT))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     for n in sizes:
         made = dist.group.WORLD if n == size else dist.new_group(range(n), timeout=timeout)

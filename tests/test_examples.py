@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from onebit.collectives.store import tcp_store
 from tests.ranks import run_ranks_once
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
@@ -50,7 +51,7 @@ def start(rank: int, size: int, example: str, port: int, each: int, *arguments: 
 
 
 def printed_by_rank_0(example: str, ranks: int, each: int, *arguments: str) -> str:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return run_ranks_once(ranks, start, (str(FOLDER / example), store.port, each, *arguments))[0]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import onebit
+from onebit.collectives.store import tcp_store
 from tests.limits import HUNG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -237,6 +238,13 @@ def test_two_files_log_and_warn() -> None:
     files = {path: (ROOT / path).read_text(encoding="utf-8") for path in sources("onebit", "kernels", "collectives")}
     speaking = [str(path) for path, text in files.items() if of_python.search(text)]
     assert speaking == ["onebit/warning.py", "kernels/log.py"]
+
+
+def test_one_file_makes_stores() -> None:
+    """They are without libuv, which not every torch has."""
+    files = {path: (ROOT / path).read_text(encoding="utf-8") for path in sources(*FOLDERS)}
+    assert [str(path) for path, text in files.items() if "TCPStore" in text] == ["collectives/store.py"]
+    assert not tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False).libuvBackend
 
 
 def test_nothing_outside_a_class_touches_its_underscored_members() -> None:

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from onebit.cli.paced_link import is_kept, rate_title, refusal, why_not
+from onebit.collectives.store import tcp_store
 from perf.lab.delay import WrongLink
 from perf.lab.namespaces import LabUnavailable, allows_network_namespaces, allows_user_namespaces
 from perf.lab.network import NetworkLab
@@ -72,7 +71,7 @@ class PacedNetwork:
         on_line: OnLine | None = None,
     ) -> list[Rank]:
         """`python argv` for each rank, as NetworkLab.run does."""
-        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        store = tcp_store(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         place = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         link = {} if rate_bits(self.link) is None else {PACED: self.link}
         common, name = {**ONE_SOCKET, **place, **link, **(env or {})}, f"onebit-{os.getpid()}"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onebit.collectives.store import tcp_store
 from onebit.collectives.transport.protocol import Transport
 from perf.train_step.diloco import LocalSGD
 
@@ -33,7 +34,7 @@ def manager_of(name: object, address: str, pg: Any, own: str = "127.0.0.1", **op
     """Make the manager of a replica of one process, which others reach at `own`; `address`: of the lighthouse."""
     from torchft import Manager
 
-    store: Any = dist.TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    store = tcp_store(own, 0, is_master=True, wait_for_workers=False)
     place: dict[str, Any] = {"rank": 0, "world_size": 1, "store_addr": own, "store_port": store.port, "hostname": own}
     usual: dict[str, Any] = {"load_state_dict": None, "state_dict": None, "use_async_quorum": False}
     usual |= {"timeout": PATIENCE, "quorum_timeout": PATIENCE, "min_replica_size": 2}

@@ -29,6 +29,7 @@ from torch import nn
 
 import onebit
 from onebit.collectives import CollectiveError
+from onebit.collectives.store import tcp_store
 from tests.faults.learners import BATCH, HELD_OUT, SILENT, Task
 from tests.faults.training import digest
 from tests.limits import HUNG
@@ -53,7 +54,7 @@ class Host:
     def __init__(self, pipe: Connection, port: int, task: Task, shown: Shown) -> None:
         self.pipe, self.task, self.shown = pipe, task, shown
         patience = timedelta(seconds=PATIENCE)
-        self.store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=patience)
+        self.store: Any = tcp_store("127.0.0.1", port, is_master=False, timeout=patience)
         self.heart: onebit.Heartbeat | None = None
         self.invited = False
         self.model = task.model()

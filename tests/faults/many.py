@@ -24,8 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
-
+from onebit.collectives.store import tcp_store
 from tests.faults.hosts import HOSTS, MINIMUM, Shown, live
 from tests.faults.learners import KINDS, SILENT, Task
 from tests.limits import HUNG
@@ -84,7 +83,7 @@ class Run:
         self.task, self.plan, self.hosts = task, plan, hosts
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
-        self.store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store: Any = tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         losses = self.context.RawArray("d", [math.nan] * HOSTS * task.steps)
         self.shown = Shown(self.context.RawValue("l", 0), self.context.RawValue("l", 0), losses)
         self.places: list[Place] = []

@@ -18,10 +18,9 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from onebit.cli.arguments import CommandError
 from onebit.cli.demo.train import Settings
+from onebit.collectives.store import tcp_store
 from onebit.kernels.log import QUIET
 
 MODULE = "onebit.cli.demo.train"  # of a rank
@@ -91,7 +90,7 @@ def lines_of(settings: Settings) -> Generator[str, None, None]:
     with handling({signal.SIGTERM: _exit, getattr(signal, "SIGHUP", signal.SIGTERM): _exit}):
         try:
             # The demo holds the store: its port is bound when it is chosen, and rank 0 may die like any other.
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             for rank in range(settings.ranks):
                 processes.append(
                     Process(f"rank {rank}", command, _environment(rank, settings.ranks, store.port), lines)

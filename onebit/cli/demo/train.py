@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import onebit
 from onebit.cli.demo.model import Text, Transformer, loss_of
 from onebit.cli.paced_link import PacedLink, measured_rate
+from onebit.collectives.store import tcp_store
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
@@ -178,7 +178,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         backend,
-        store=TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])),
+        store=tcp_store("127.0.0.1", int(os.environ["MASTER_PORT"])),
         rank=rank,
         world_size=settings.ranks,
         timeout=timedelta(minutes=2),

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from onebit.cli import main as cli
 from onebit.cli import paced_link
@@ -27,6 +26,7 @@ from onebit.cli.demo.ranks import DemoError, Process, lines_of
 from onebit.cli.demo.record import Record
 from onebit.cli.demo.report import UNPACED, describe, progress_line, verdict
 from onebit.cli.demo.train import MARK, End, Settings, Start, Step, parse_line
+from onebit.collectives.store import tcp_store
 from tests import forked
 from tests.limits import HUNG
 
@@ -165,7 +165,7 @@ def test_a_failing_rank_is_reported_and_a_stubborn_one_is_killed(tmp_path, monke
 
 
 def test_a_rank_that_waits_for_a_partner_ends_with_the_demo():
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     rank = forked.Popen([sys.executable, "-m", ranks.MODULE, json.dumps(asdict(Settings()))], {**os.environ, **place})
     try:
