@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 LONG = 0.3
-QUICK = 0.2  # what one that takes less counts for
+NEW = 1.0  # what a test counts for whose file nobody has timed
 FOCUS = 40.0  # seconds that the tests of a change may take
 HERE = Path(__file__).parent
 SECONDS, REACHED = HERE / "seconds.json", HERE / "reached.json"
@@ -47,36 +47,48 @@ def over(budget: float) -> set[str]:
 
 
 def reached_by(product: str) -> list[str]:
-    """What to run after a change of a file of the product."""
+    """What to run after a change of a file of the product: tests that have found faults in it, files that are named
+    like it, and those that reach it, the narrowest first."""
     if product not in _read(REACHED):
         known = "\n  ".join(sorted(name for name in _read(REACHED) if Path(name).name == Path(product).name))
         raise ValueError(
             f"{product} is no file of the product that a test is known to reach. Name one by its path in the "
             f"repository, such as kernels/cpu/adam.py" + (f". Meant was perhaps:\n  {known}" if known else "")
         )
-    return _read(REACHED)[product]
+    found = _read(REACHED)[product]
+    return list(dict.fromkeys([*(each for each in found if "::" in each), *named_like(product), *found]))
 
 
-def focus(product: str, tests: Iterable[str]) -> set[str]:
+def named_like(product: str) -> list[str]:
+    """Files of tests that have the name of a file of the product in theirs, where the tests of its folder are."""
+    folder = next(path for path in (HERE / product).parents if path.is_dir())
+    return sorted(path.relative_to(HERE.parent).as_posix() for path in folder.glob(f"test_*{Path(product).stem}*.py"))
+
+
+def focus(product: str, tests: Collection[str]) -> set[str]:
     """Choose the tests for a change of a file of the product, as many as fit FOCUS: those that have found faults in it;
-    all that take no time; the others, one case of each before a second one, the shortest first."""
+    all that take no time; then one case of each of the others before a second one, the shortest first."""
+    slow, named, cases = _read(SECONDS).get("slow", {}), named_like(product), Counter[str]()
     place = {name: number for number, name in enumerate(reached_by(product))}
-    took = defaultdict(lambda: QUICK, _read(SECONDS).get("slow", {}))
-    cases: Counter[str] = Counter()
-    order: list[tuple[int, float, float, str]] = []
-    for test in sorted(tests, key=lambda each: (took[each], each)):
+    quick, rest = Counter(file_of(test) for test in tests if test not in slow), dict(seconds())
+    for test, took in slow.items():
+        rest[file_of(test)] -= took
+    order: list[tuple[tuple[float, ...], str, float]] = []
+    for test in sorted(tests, key=lambda each: (slow.get(each, 0.0), each)):
+        file, name = file_of(test), test.partition("[")[0]
+        took = slow[test] if test in slow else rest[file] / quick[file] if file in rest else NEW
         if test in place:
-            order.append((0, place[test], 0.0, test))
-        elif took[test] == QUICK:
-            order.append((1, place.get(file_of(test), len(place)), 0.0, test))
+            order.append(((0, place[test]), test, took))
+        elif test not in slow:
+            order.append(((1, place.get(file, len(place))), test, took))
         else:
-            order.append((2, cases[test.partition("[")[0]], took[test], test))
-            cases[test.partition("[")[0]] += 1
+            order.append(((2, cases[name], file not in named, took), test, took))
+            cases[name] += 1
     chosen, total = set(), 0.0
-    for *_, test in sorted(order):
-        if total + took[test] <= FOCUS:
+    for _, test, took in sorted(order):
+        if total + took <= FOCUS:
             chosen.add(test)
-            total += took[test]
+            total += took
     return chosen
 
 

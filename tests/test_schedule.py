@@ -41,7 +41,8 @@ def test_workers_get_the_longest_files_first_without_what_is_left_out():
 )
 def test_a_change_runs_what_found_faults_then_the_quick_then_a_case_of_each(monkeypatch, budget, chosen):
     slow = {"tests/a.py::x": 5.0, "tests/b.py::y[1]": 3.0, "tests/b.py::y[2]": 2.0, "tests/b.py::z": 3.5}
-    schedule.SECONDS.write_text(json.dumps({"files": {}, "slow": slow}))
+    files = {"tests/a.py": 5.0, "tests/b.py": 8.5, "tests/c.py": 0.2}
+    schedule.SECONDS.write_text(json.dumps({"files": files, "slow": slow}))
     schedule.put_first({"kernels/cpu/adam.py": ["tests/b.py::z"]})
     monkeypatch.setattr(schedule, "FOCUS", budget)
     found = schedule.focus("kernels/cpu/adam.py", [*slow, "tests/c.py::quick"])
