@@ -58,6 +58,11 @@ class Gradients:
         which DDP's buckets are."""
         self._checked, self.max_norm, self._clip, self.squares = None, None, None, None
 
+    def clip_begins(self, states: Sequence[FlatState]) -> None:
+        """Forget the clip of a batch that was dropped: gradients were written to since."""
+        if not self.were_checked(states):
+            self.forget_clip()
+
     def claim_node_mean(self, by_exchange: bool) -> bool:
         """Return to DDP's hook in stage 2, for each bucket, whether it is to average it over the node, which the step
         then leaves out. by_exchange: whether the exchange does it, chunk by chunk."""

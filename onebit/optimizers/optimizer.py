@@ -370,6 +370,7 @@ class OneBitOptimizer(Progress):
             "leaves. Pass overlap=False, or don't clip"
         )
         squares = torch.zeros(1, dtype=torch.float64, device=self.run.setup.device)
+        self.gradients.clip_begins(self.run.state.states)
         self.gradients.max_norm = max_norm
         with counted(self.pay_off.waits):
             step.average_and_check(squares)

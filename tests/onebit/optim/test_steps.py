@@ -56,6 +56,22 @@ def test_gradients_dropped_or_changed_after_a_clip_are_averaged_anew_and_not_cli
     return bits(params)
 
 
+@on_ranks(3)
+def test_a_clip_of_a_dropped_batch_is_no_part_of_the_next_clip(rank: int) -> bytes:
+    """Gradients are zeroed in place, which nobody tells the optimizer, and the next batch has small ones."""
+    (params, one), (plain, other) = (started(STAGE_1, 0, rank, 3) for _ in range(2))
+    give(STAGE_1, params, 9, rank)
+    one.clip_grad_norm_(1e-3)
+    for p, g in zip(params, STAGE_1.gradients(rank, 1), strict=True):
+        p.grad.copy_(g)
+    give(STAGE_1, plain, 1, rank)
+    for optimizer in (one, other):
+        optimizer.clip_grad_norm_(1e6)
+        optimizer.step()
+    assert bits(params) == bits(plain)
+    return bits(params)
+
+
 @on_ranks(4)
 def test_gradients_of_a_node_that_are_changed_after_a_clip_are_an_error(rank: int) -> None:
     """A rank's gradient with two levels is the node's mean in its slice alone: it can't be averaged again."""
