@@ -115,7 +115,6 @@ def measured_rate(bits: float, device: torch.device) -> float:
     count = min(MEASURE_MOST, round(MEASURE_SECONDS * PAYLOAD * bits / 32))
     values = torch.zeros(max(ranks, count), device=device)
     payload = 2 * (ranks - 1) / ranks * 32 * values.numel()  # of a ring, a rank
-    rate = 0.0
     for _ in range(MEASURE_TRIES):
         dist.all_reduce(values)
         rate = payload / PAYLOAD / statistics.median(slowest_seconds(values) for _ in range(MEASURE_CALLS))

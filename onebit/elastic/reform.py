@@ -185,7 +185,7 @@ class _Own:
         """Send what leaving ranks owe to ranks that stay, over the old group. Before the first step nobody owes
         anything."""
         everyone, staying = self.everyone, sorted(set(range(self.everyone.size)) - set(leaving))
-        if not staying or not set(leaving) <= set(range(everyone.size)):
+        if not set(leaving) < set(range(everyone.size)):
             raise ValueError(
                 f"leaving={list(leaving)}: these are ranks of the old group, which has {everyone.size}, and one stays "
                 f"at least"

@@ -10,7 +10,7 @@ from onebit.cli.demo.report import link, megabytes, verdict
 from onebit.report.plots import pyplot
 
 COLORS = "#7f7f7f", "#1f77b4", "#d62728"
-DASHES = "-", (0, (4, 3)), "-"  # 1-bit Adam's losses lie on Adam's
+DASHES = "-", "--", "-"  # 1-bit Adam's losses lie on Adam's
 ORDER = 2, 3, 1  # and are drawn above them
 
 
