@@ -135,6 +135,7 @@ def test_another_models_checkpoint_is_refused(written):
         ({"shapes": ((7, 9), (33,), (2,), (131,))}, r"held\.3 has shape \[130\] there and \[131\] here"),
         ({"shapes": ((7, 9), (33,), (2,))}, r"held\.3 is only there"),
         ({"shapes": ((7, 9), (33,), (2,), (130,), (1,))}, r"held\.4 is only here"),
+        ({"shapes": ((7, 9), (33,), (2,), (130,), *((1,),) * 6)}, r"held\.8 is only here; and 1 more\."),
         ({"groups": ({}, {})}, "param groups"),
         ({"kind": "OneBitLamb"}, "OneBitAdam"),
         ({"kind": "ZeroOneAdam"}, "OneBitAdam"),

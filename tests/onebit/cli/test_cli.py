@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from onebit.cli import main as cli
 from onebit.cli import tune
-from onebit.cli.arguments import pick_device, whole_number, whole_number_from
+from onebit.cli.arguments import CommandError, pick_device, whole_number, whole_number_from
 from onebit.cli.plan.options import number
 from onebit.cli.progress import Progress
 from onebit.collectives.chunking import candidates
@@ -103,13 +104,39 @@ def test_under_torchrun_tune_measures_the_chunks(own_cache):
     assert f"Written to {own_cache / 'kernels.json'}" in result.stdout
 
 
+def test_under_torchrun_each_rank_tunes_on_a_gpu_of_its_own(monkeypatch):
+    did = []
+
+    def meet(backend):
+        did.append(backend)
+        raise CommandError
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(tune, "pick_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "set_device", did.append)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    assert cli.main(["tune", "--device", "cuda"]) == 2
+    assert did == [torch.device("cuda", 1), "nccl"]
+
+
 def test_progress_is_rewritten_in_place_on_a_terminal(monkeypatch, capsys):
+    """A line never fills the terminal's last column."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "4")
     progress = Progress()
     progress.show("one")
-    progress.show("two")
+    progress.show("two and more")
     progress.clear()
     assert capsys.readouterr().err == "\r\033[Kone\r\033[Ktwo\r\033[K"
+
+
+def test_progress_elsewhere_is_a_line_every_so_many_seconds(monkeypatch, capsys):
+    progress = Progress(plain_seconds=5)
+    for now in range(8):
+        monkeypatch.setattr("onebit.cli.progress.time", SimpleNamespace(monotonic=lambda now=now: now))
+        progress.tick(f"at {now}")
+    assert capsys.readouterr().err == "at 0\nat 5\n"
 
 
 def test_auto_takes_a_gpu_where_there_is_one(capsys):

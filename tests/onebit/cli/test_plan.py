@@ -81,6 +81,8 @@ def test_a_step_is_its_parts():
     plain, one, two = uncompressed(BERT, SLOW), stage_1(BERT, SLOW), stage_2(BERT, SLOW, chunks=1)
     assert plain.total == pytest.approx(0.036 + 0.061 + SLOW.all_reduce(SIZE) + ELEMENTS * (2 + 16 + 10) / 1e11)
     assert one.total - plain.total == pytest.approx(ELEMENTS * 2 / 1e11 + SLOW.agreement())
+    hidden = uncompressed(replace(BERT, overlap="uncompressed", backward=1e9), SLOW)
+    assert hidden.communication == pytest.approx(SLOW.all_reduce(SIZE) * 25 * 2**20 / SIZE)  # of DDP's last bucket
     size, _ = message_bytes(340_000_000, 16, 1, TwoPhases)
     assert two.communication == pytest.approx(SLOW.all_to_all(size) + SLOW.all_gather(size) + SLOW.agreement())
     passes = 2 + (2 + 4 + 1 / 8 + 4 + 1 / 8) + (16 / 8 + 8 + 1 / 8) / 16 + (1 / 8 + 4 + 10)  # TARGETS, 16 bits

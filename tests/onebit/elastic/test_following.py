@@ -377,6 +377,19 @@ def test_one_that_follows_takes_no_step_and_gives_nothing() -> None:
     giver.close()
 
 
+def test_where_a_state_that_comes_anew_has_no_room_none_was_followed() -> None:
+    run, new = alone(30), alone(30)
+    giver = onebit.Giver(run, HOST)
+    assert heard_while_it_steps(run, new) == []
+    with mock.patch.object(restore, "restored", side_effect=MemoryError("no memory")):
+        giver.parameters_changed()
+        step_by(run)
+        while new.follower.follows:
+            time.sleep(0.002)
+    assert new.follower.end() is None and new.follower.why_not == "no memory"
+    giver.close()
+
+
 def test_a_state_that_comes_anew_does_not_end_the_wait_for_the_first() -> None:
     run, new = alone(30), alone(30)
     restored, catch_up = restore.restored, following.Follower.catch_up

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onebit.collectives.averaging import BUCKET_BYTES
 from onebit.collectives.transport import transport_for
+from tests import internals
 from tests.limits import HUNG
 from tests.onebit.runs import OPTIMIZERS, build, kinds, parameters, step_by
 from tests.ranks import group, run_ranks, run_ranks_once
@@ -117,6 +118,20 @@ def measure_elastic(rank: int, size: int, elastic: bool, reply: Any) -> float:
 def test_elastic_keeps_residuals_and_messages_once_more(reply: Any, residuals: float) -> None:
     with_it, without = (run_ranks(3, measure_elastic, elastic, reply)[0] for elastic in (True, False))
     assert residuals < with_it - without < residuals + 0.6
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "kept"),
+    [("OneBitAdam", {}, False), ("OneBitAdam", {"elastic": True}, True), ("OneBitLamb", {}, True)],
+)
+def test_the_momentum_that_a_step_adds_to_residuals_is_kept_where_it_is_needed(kind: str, own: Any, kept: bool) -> None:
+    optimizer = build(kind, freeze_step=1, **own)
+    for _ in range(2):
+        step_by(optimizer)
+    optimizer.synchronize()
+    optimizer.begin_step()
+    [state] = internals.states(optimizer)
+    assert ("folded_momentum" in state) == kept and "exp_avg" not in state
 
 
 # Many small parameters

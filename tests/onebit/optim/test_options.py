@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 import onebit
+from onebit.collectives.chunking import candidates
+from onebit.kernels.data.layout import BLOCK_SIZE
 from onebit.optim.options import OptionArguments, Options, without_markup
 from tests import internals
 from tests.onebit.optim.contract import options, started
@@ -271,6 +273,14 @@ def test_scales_of_blocks_are_unbiased_where_nothing_is_said():
         optimizer = build(kind, **own)
         assert internals.norm(optimizer) == norm
         step_by(optimizer, torch.randn_like)
+
+
+def test_chunks_of_a_tensor_scale_are_never_chosen():
+    """Each has a scale of its own: they are in the numerics."""
+    for scale, chunks in (("tensor", 1), ("block", max(candidates(2**21, 1, BLOCK_SIZE)))):
+        optimizer = build("OneBitAdam", parameters((2**21,)), scale=scale, overlap=True)
+        [state] = internals.states(optimizer)
+        assert optimizer.setup.choose_chunks(state) == chunks and (chunks > 1) == (scale == "block")
 
 
 def test_an_unbiased_scale_is_a_blocks():

@@ -79,11 +79,13 @@ def test_a_parameter_that_is_added_moves_as_with_an_optimizer_of_its_own(rank, k
     assert optimizer.compressing != compress
 
 
+@pytest.mark.filterwarnings("ignore:onebit. freeze_step=4 without")
 @kinds
-@pytest.mark.parametrize("saved", [False, True])
-def test_the_variance_of_an_added_parameter_is_frozen_as_that_of_the_others(kind, saved):
-    """It has weights of fewer steps: what is divided by is what AdamW, which counts them by itself, would divide by."""
-    options = {"betas": (0.9, 0.999), "variance_floor": 0.0}
+@pytest.mark.parametrize(("saved", "corrected"), [(False, True), (True, True), (False, False)])
+def test_the_variance_of_an_added_parameter_is_frozen_as_that_of_the_others(kind, saved, corrected):
+    """It has weights of fewer steps: what is divided by is what AdamW, which counts them by itself, would divide by.
+    Without bias correction it stays as it is."""
+    options = {"betas": (0.9, 0.999), "variance_floor": 0.0, "bias_correction": corrected}
     options |= {"var_update_scaler": 3} if kind == "ZeroOneAdam" else {"freeze_step": 4}
     first, second = parameters((40,), (33,))
     optimizer = build(kind, [first], **options)
@@ -97,14 +99,14 @@ def test_the_variance_of_an_added_parameter_is_frozen_as_that_of_the_others(kind
         first.grad, second.grad = torch.full_like(first, 2.0), torch.full_like(second, 2.0)
         optimizer.step()
     assert optimizer.compressing
+    weights = [1 - 0.999**n for n in (4, 4 if corrected else 1)]
     if kind == "ZeroOneAdam":
-        found = [optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**4) for p in (first, second)]
-        expected = 4.0
+        found, expected = [optimizer.state[p]["exp_avg_sq"] for p in (first, second)], [4.0 * w for w in weights]
     else:
-        [state], expected = internals.states(optimizer), 0.5
+        [state], expected = internals.states(optimizer), [0.5 if corrected else 0.5 * w**-0.5 for w in weights]
         found = [state.view("denominator", i) for i in range(2)]
-    for values in found:
-        torch.testing.assert_close(values, torch.full_like(values, expected), rtol=1e-4, atol=0)
+    for values, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(values, torch.full_like(values, value), rtol=1e-4, atol=0)
 
 
 def test_the_last_step_before_a_group_is_added_is_measured_without_it():

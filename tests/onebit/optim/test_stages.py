@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 import onebit
+from onebit.collectives.topology import Topology
+from onebit.collectives.transport.protocol import LocalTransport
 from tests import internals
 from tests.onebit.optim import simulation as sim
 from tests.onebit.optim.contract import options, started
 from tests.onebit.optim.simulation import LAMB, LambSimulation, Sized
-from tests.onebit.runs import Case, arrays, build, on_ranks, on_warnings, run
+from tests.onebit.runs import Case, arrays, build, on_ranks, on_warnings, run, step_by
 from tests.ranks import group
 
 OF = {"OneBitAdam": sim.Simulation, "OneBitLamb": LambSimulation}
@@ -147,3 +149,20 @@ def test_one_gradient_element_that_is_not_0_is_enough(ratio):
             assert params[1].isfinite().all()
             assert not optimizer.compressing or internals.states(optimizer)[0]["ratio"].isfinite().all()
     assert optimizer.compressing
+
+
+def test_a_parameter_that_is_one_part_has_the_steps_of_a_whole_one():
+    """Norms and maxima of whole parameters, which their parts add up to, and those that the kernels find."""
+    ends, itself = [], LocalTransport()
+    for parts in (None, Topology(itself, itself, shard=itself)):
+        torch.manual_seed(0)
+        params = [nn.Parameter(x * torch.randn(70)) for x in (0.0, 1.0, 100.0)]
+        optimizer = build("OneBitLamb", params, lr=0.1, freeze_step=4, factor_threshold=0.05)
+        for state in internals.states(optimizer):
+            state.parts = parts
+        for step in range(1, 16):
+            step_by(optimizer, lambda p, size=step: size * torch.randn_like(p))
+        assert optimizer.compressing
+        ends.append([*arrays(params), *(internals.states(optimizer)[0][of].numpy() for of in ("coefficient", "ratio"))])
+    for found, expected in zip(*ends, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from onebit.collectives.transport.protocol import LocalTransport
+from onebit.optim.gradients import Gradients
 from tests.onebit.optim.contract import give, started
 from tests.onebit.optim.test_parameter_changes import step_refused
 from tests.onebit.runs import Case, arrays, bits, build, kinds, on_ranks, run, take
@@ -138,6 +139,12 @@ def test_a_max_norm_that_is_not_positive_is_an_error() -> None:
 
 
 # What is sent
+
+
+def test_ddps_hook_averages_over_a_node_what_the_exchange_does_not() -> None:
+    """A bucket that it leaves to the step leaves those after it, too."""
+    gradients = Gradients(torch.device("cpu"))
+    assert [gradients.claim_node_mean(by_exchange) for by_exchange in (False, True, False)] == [True, False, False]
 
 
 class Counting(LocalTransport):
