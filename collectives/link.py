@@ -46,13 +46,14 @@ class Link:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_AFTER // 2)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_AFTER * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_AFTER - SILENT_AFTER // 2)
 
     def give_way(self, idle: threading.Event) -> None:
         """Give way to messages of this host: nothing is sent while `idle` is not set. But a tenth of the time is for
-        sending."""
+        sending. Whoever sends is the one that can be stuck: this timeout takes the place of SILENT_AFTER."""
         self._idle = idle
         if sys.platform == "linux":
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_AFTER * 1000)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_UNSENT)
 
     def send(self, values: Tensor, to: int, phase: str) -> Work:

@@ -9,7 +9,6 @@ import struct
 import sys
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -35,11 +34,13 @@ class Network:
 
     def __init__(self, busy: bool = False) -> None:
         self.left, self.most, self.sent, self.busy = 0.0, 0.0, 0, busy
+        self.options: dict[int, int] = {}
 
-    def setsockopt(self, *arguments: Any) -> None:
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        self.options[option] = value
+
+    def settimeout(self, seconds: float | None) -> None:
         pass
-
-    settimeout = setsockopt
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
@@ -90,6 +91,17 @@ def test_a_network_that_others_fill_holds_a_piece_up_for_a_tenth_of_a_second(mon
     network.getsockopt = lambda *_: bytes(104)  # type: ignore[method-assign]
     sender.send(torch.zeros(2 * link.PIECE, dtype=torch.uint8), 0, "test")
     assert sum(slept) == pytest.approx(2 * link.MOST_FOR_QUEUE, rel=0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_host_that_answers_nothing_is_given_up_before_one_that_reads_nothing() -> None:
+    """Linux does not count what is unanswered where a user timeout is set."""
+    network = Network()
+    receiver, options = Link(network), network.options  # type: ignore[arg-type]
+    silent = options[socket.TCP_KEEPIDLE] + options[socket.TCP_KEEPCNT] * options[socket.TCP_KEEPINTVL]
+    assert silent == link.SILENT_AFTER and socket.TCP_USER_TIMEOUT not in options
+    receiver.give_way(threading.Event())
+    assert options[socket.TCP_USER_TIMEOUT] == 1000 * link.STUCK_AFTER
 
 
 def test_a_forked_child_neither_ends_a_connection_nor_keeps_it_open() -> None:
