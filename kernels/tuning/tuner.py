@@ -138,7 +138,8 @@ def tune(
 def kernel_pass(kernel: str, device: torch.device, dtype: torch.dtype, elements: int = ELEMENTS) -> Bound:
     """The pass that runs `kernel` over `elements` elements."""
     ranks = 8
-    numel = elements * ranks if kernel == "average_kernel" else elements  # which works on one shard
+    of_shard = kernel in ("average_kernel", "average_codes_kernel")
+    numel = elements * ranks if of_shard else elements
     return Workload(numel, device, dtype=dtype, ranks=ranks).passes(load("gpu"))[PASS_OF[kernel]]
 
 

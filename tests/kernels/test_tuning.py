@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onebit.kernels import cpu
-from onebit.kernels.passes import SMALL
+from onebit.kernels.passes import SMALL, Storage, bytes_per_element
 from onebit.kernels.tuning import cache, timing, tuner
 from onebit.kernels.tuning.timing import Timing
 from onebit.kernels.tuning.tuner import Config
@@ -28,7 +28,10 @@ class Gpu:
     """Stands in for a GPU, whose kernels take half as long with one configuration, and notes what is measured."""
 
     def __init__(self, room=2**62):
-        self.measured, self.room = [], room
+        self.measured, self.room, self.emptied = [], room, 0
+
+    def empty_cache(self):
+        self.emptied += 1
 
     def measure(self, kernel, device, dtype, elements):
         if elements > self.room:
@@ -54,7 +57,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(tuner, "device_name", lambda device: f"Test {device.type}")
     monkeypatch.setattr(tuner, "gpu_measure", made.measure)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", made.empty_cache)
     return made
 
 
@@ -141,7 +144,7 @@ def test_first_use_measures_once_and_logs_and_later_ones_read_the_cache(gpu, own
         tuner.forget()
         monkeypatch.setattr(tuner, name, another)
         lookup()
-    assert len(gpu.measured) == 6 and len(entries(own_cache)) == 6
+    assert len(gpu.measured) == gpu.emptied == 6 and len(entries(own_cache)) == 6
 
 
 def test_where_nothing_is_measured_the_default_is_used(gpu, monkeypatch):
@@ -180,7 +183,9 @@ def test_tuned_kernels_are_the_kernels_there_are_and_their_passes_launch_them_un
         asked = []
         with pytest.MonkeyPatch.context() as patch, launch.recorded() as launches:
             patch.setattr(tuner, "lookup", lambda *key, asked=asked: asked.append(key) or tuner.DEFAULT)
-            tuner.kernel_pass(kernel, CPU, torch.bfloat16, elements=4096).run()
+            work = tuner.kernel_pass(kernel, CPU, torch.bfloat16, elements=4096)
+            work.run()
+        assert work.bytes == 4096 * bytes_per_element(work.name, Storage(2, master=True, packed=True, ranks=8)), kernel
         assert (kernel, CPU, tuner.kernel_dtype(kernel, torch.bfloat16)) in asked
         assert kernel in [item.kernel.__name__ for item in launches]
 
