@@ -12,7 +12,7 @@ from onebit.collectives import averaging
 from onebit.collectives.agreement import agree_on_values
 from onebit.collectives.averaging import average_
 from onebit.collectives.transport import transport_for
-from onebit.collectives.transport.protocol import Done, LocalTransport
+from onebit.collectives.transport.protocol import LocalTransport
 from onebit.kernels.data.layout import Layout
 from tests.onebit.runs import on_ranks
 from tests.ranks import group, run_ranks
@@ -91,20 +91,25 @@ class Adding(LocalTransport):
     size = 2
 
     def __init__(self):
-        self.given = []
+        self.given, self.under_way, self.most = [], 0, 0
 
     def all_sum(self, values, phase):
         self.given.append(values.clone())
         values.mul_(2)
-        return Done()
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        return self
+
+    def wait(self):
+        self.under_way -= 1
 
 
-def test_tensors_of_two_dtypes_travel_apart_and_are_divided_before():
+def test_tensors_of_two_dtypes_travel_apart_two_buckets_at_a_time_and_are_divided_before():
     """A sum of halves could leave their range."""
     transport, given = Adding(), [torch.ones(3), torch.ones(2).bfloat16(), torch.ones(4).bfloat16(), torch.ones(1)]
     average_(given, transport)
     assert [(t.dtype, t.tolist()) for t in transport.given] == [(F32, 3 * [0.5]), (BF16, 6 * [0.5]), (F32, [0.5])]
-    assert all(bool((t == 1).all()) for t in given)
+    assert all(bool((t == 1).all()) for t in given) and (transport.most, transport.under_way) == (2, 0)
 
 
 @on_ranks(2)

@@ -126,8 +126,10 @@ def test_small_messages_go_to_all_at_once_and_large_ones_in_a_ring_or_in_pairs(r
             own = torch.zeros((1, n), dtype=torch.uint8)
             own[0, 0], own[0, -1] = (7 * rank + 250) % 256, n * rank % 256
             everyone = torch.full((size, n), 255, dtype=torch.uint8)
-            with patch.dict(os.environ, variables):
+            with patch.dict(os.environ, variables), patch.object(dist, "isend", wraps=dist.isend) as in_pairs:
                 transport_for(group()).all_gather(everyone, own, "gathering").wait()
+            found = any(call.args[0].nbytes == n for call in in_pairs.call_args_list)
+            assert found == (size > 1 and (size == 2 or n == SMALL or bool(variables)))
             assert everyone[:, [0, -1]].tolist() == [[(7 * i + 250) % 256, n * i % 256] for i in range(size)]
 
 

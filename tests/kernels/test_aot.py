@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from onebit.kernels import gpu
+from onebit.kernels.gpu import aot
 from tests.limits import HUNG
 
 BLOCK = 2048
@@ -85,6 +86,12 @@ def test_kernels_compile_without_spills_and_every_fp32_stream_moves_16_bytes_an_
             loads = [*loads, "m"] if row["variant"] == DENSE else loads
             accesses = BLOCK // (128 * row["warps"])
             assert (row["loads"], row["stores"]) == (len(loads) * accesses, len(stores) * accesses), row
+
+
+def test_variants_are_what_their_names_say():
+    for name, work in aot.variants().items():
+        found = {"masked": work.storage.masked, "scaled": work.scaled, "kept": work.storage.kept}
+        assert found == {each: each in name for each in found}, name
 
 
 def test_no_condition_chains_more_than_two():

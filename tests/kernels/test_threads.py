@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -91,6 +91,25 @@ def test_where_no_thread_can_start_every_block_is_worked_on_once(span, monkeypat
         threads.over_blocks(slow, span, span.arguments(torch.device("cpu")))
         time.sleep(0.1)
         assert (len(done) - before[0], len(slow.ended) - before[1]) == (1, 2)
+
+
+def test_a_thread_that_takes_work_as_it_is_cancelled_leaves_it(span, monkeypatch):
+    slow, queued, cancel = Slow(0.0, lambda: None), [], Future.cancel
+
+    def refuse(pool, *work):
+        queued.append(work)
+        raise RuntimeError("can't start new thread")
+
+    def cancelled(future):
+        found = cancel(future)
+        take, *work = queued.pop()
+        take(*work)
+        return found
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
+    monkeypatch.setattr(Future, "cancel", cancelled)
+    threads.over_blocks(slow, span, span.arguments(torch.device("cpu")))
+    assert len(slow.ended) == 2
 
 
 def test_a_pass_that_is_interrupted_while_its_threads_get_their_work_waits_for_them_too(span, monkeypatch):

@@ -33,7 +33,7 @@ FP16 = [
 
 
 def test_bytes_are_those_of_the_targets_of_valid_elements_and_of_average_those_of_a_shard():
-    fp32 = Storage(4, master=False, packed=True, ranks=8)
+    fp32 = Workload(1).storage
     assert {n: bytes_per_element(n, fp32) for n in PASSES} == FP32
     for name, options, nbytes in FP16:
         usual = {"master": True, "packed": True, "ranks": 8}
