@@ -21,7 +21,7 @@ from onebit.collectives.averaging import average_slices
 from onebit.collectives.chunking import Chunking, shards_of
 from onebit.collectives.exchange import Chunk, Exchange, facts
 from onebit.collectives.flags import read_flags, travel_in_messages
-from onebit.collectives.loading import ON_HOST, check_names, checked_bytes, checked_residual
+from onebit.collectives.loading import ON_HOST, check_names, checked_count, checked_residual
 from onebit.collectives.reply import AskedReply, check_reply, exchange_for
 from onebit.collectives.topology import Topology
 from onebit.collectives.undo import Undo
@@ -229,7 +229,7 @@ class CompressedAllReduce:
             )
         named = enumerate(zip(residual, self.numels, strict=True))
         loaded = [checked_residual(each, [numel], f"tensor {i}") for i, (each, numel) in named]
-        self._sent, self._residual = checked_bytes(state["wire_bytes"]), loaded
+        self._sent, self._residual = checked_count(state["wire_bytes"], "wire_bytes"), loaded
         if self.exchange is not None:
             self.exchange.wire_bytes = 0
             self.exchange.load_residual(loaded)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onebit.kernels.data.checks import is_whole
+from onebit.kernels.data.hyper import LARGEST
 
 ON_HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # a residual, while it is no exchange's
 
@@ -34,13 +35,13 @@ def checked_residual(value: Any, shape: Sequence[int], name: str) -> Tensor:
             f"is another model's"
         )
     copy = value.detach().to(**ON_HOST, copy=True)
-    if not bool(copy.isfinite().all()):
-        raise ValueError(f"the residual of {name} has values that are not finite, as no run leaves it: it was damaged")
+    if not bool((copy.abs() <= LARGEST).all()):
+        raise ValueError(f"the residual of {name} has values that no run leaves, not finite or beyond 2^40: damaged")
     return copy
 
 
-def checked_bytes(value: Any) -> int:
-    """How many bytes a rank had sent."""
+def checked_count(value: Any, name: str) -> int:
+    """A count, such as that of the bytes that a rank had sent."""
     if not is_whole(value, least=0):
-        raise ValueError(f"bytes that were sent are a whole number, not {value!r:.80}: it was damaged")
+        raise ValueError(f"{name!r} is a whole number in a state, not {value!r:.80}: it was damaged")
     return int(value)

@@ -112,7 +112,7 @@ class Pointers(Record):
         name = f"{self.what} {index}"
         if tensor.layout is not torch.strided:
             raise ValueError(
-                f"{name} has layout {tensor.layout}: sign compression needs every element. Make it dense, for "
+                f"{name} has layout {tensor.layout}: compression needs every element. Make it dense, for "
                 f"example with nn.Embedding(..., sparse=False) or {self.what}.to_dense()"
             )
         if tensor.dtype != self.dtype:

@@ -9,6 +9,7 @@ the other, in the same order on all ranks, and each call starts and ends its col
 the same on all ranks too.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,13 +19,17 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from onebit.collectives import CompressedAllReduce
+from onebit.collectives.agreement import NODES, agree
 from onebit.collectives.averaging import average_
-from onebit.collectives.loading import ON_HOST, check_names, checked_bytes, checked_residual
+from onebit.collectives.loading import ON_HOST, check_names, checked_count, checked_residual
 from onebit.collectives.reply import AskedReply, check_reply
 from onebit.collectives.topology import Topology
 from onebit.kernels import streams
+from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Bits, check_bits
 from onebit.kernels.log import tell
+from onebit.optim.eager import eager
 from onebit.optim.memory_order import as_stored, in_shape, order_of
 from onebit.optim.sharding import as_whole, local, part_of, shard_group
 from onebit.parallel.hooks import leave_as_is, register
@@ -46,9 +51,9 @@ def compress_gradients(
 ) -> "Compression":
     """Average a model's gradients with few bits an element, under any optimizer.
 
-    Call it before the first backward pass. Gradients of a model in DistributedDataParallel are averaged while backward
-    runs. With any other, one that `fully_shard` has sharded included, call what is returned after backward and before
-    clipping: `compression()`.
+    Call it when the model has all its parameters, before the first backward pass. Gradients of a model in
+    DistributedDataParallel are averaged while backward runs. With any other, one that `fully_shard` has sharded
+    included, call what is returned after backward and before clipping: `compression()`.
 
     The first 4 steps of a run are averaged uncompressed, and timed, for `report()`.
 
@@ -88,7 +93,9 @@ class Compression:
         check_reply(reply)
         self.bits, self.in_backward = bits, False
         self._groups, self._reply = (process_group, node_group), reply
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        self._model, self._parameters = model, dict(model.named_parameters())
+        if not self._parameters:
+            raise ValueError("compress_gradients needs a model with parameters: this one has none")
         self._names: dict[Tensor, str] = {p: name for name, p in self._parameters.items()}
         self._topology: Topology | None = None
         shards = shard_group([{"params": [*self._parameters.values()]}])
@@ -99,28 +106,30 @@ class Compression:
         self._residuals: dict[str, Tensor] = {}  # of parameters without a reducer, in the order of their memory
         self._served: dict[str, Tensor] = {}  # E of those, where ranks have residuals of their own
         self._sent = self._before = 0  # bytes of reducers that there were; of them, those before a load
-        self._steps = 0  # of the run
+        self._steps, self._agreed = 0, False  # steps of the run; whether the ranks were found to do the same
         self._pay_off: PayOff | None = None
 
+    @eager
     def __call__(self) -> None:
         """Average the gradients that backward has left, in place. A collective call.
 
-        A parameter without a gradient counts as one with zeros. Where a gradient is not finite on any rank all are NaN
-        on every rank: `GradScaler` and `clip_grad_norm_` see that, and the residuals stay as they were.
+        A parameter without a gradient counts as one with zeros. Where a gradient is not finite on any rank all of its
+        dtype are NaN on every rank: `GradScaler` and `clip_grad_norm_` see that, and their residuals stay as they were.
         """
         if self.in_backward:
             raise RuntimeError("DistributedDataParallel has averaged the gradients in backward: leave this call out")
-        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        with torch.no_grad():
-            for dtype in dict.fromkeys(p.dtype for p in trained.values()):
-                own = {name: _gradient(p) for name, p in trained.items() if p.dtype == dtype}
-                self._average(tuple(own), list(own.values()))
-            self._step_ended()
+        gradients = {self._name(p): _gradient(p) for p in self._model.parameters() if p.requires_grad}
+        for dtype in dict.fromkeys(g.dtype for g in gradients.values()):
+            own = {name: g for name, g in gradients.items() if g.dtype == dtype}
+            self._average(tuple(own), list(own.values()))
+        self._step_ended()
 
     def average_bucket(self, bucket: GradBucket) -> None:
         """Average a bucket of DDP's in place."""
         parameters, flat = bucket.parameters(), bucket.buffer()
-        self._average(tuple(map(self._name, parameters)), list(flat.split([p.numel() for p in parameters])))
+        dtype, numels = parameters[0].dtype, [p.numel() for p in parameters]  # DDP has complex numbers as real ones
+        tensors = flat.view(dtype).split(numels) if flat.layout is torch.strided else [flat]  # which are refused
+        self._average(tuple(map(self._name, parameters)), list(tensors))
         if bucket.is_last():
             self._step_ended()
 
@@ -171,17 +180,18 @@ class Compression:
 
         Returns:
             The residual of each parameter, in its shape, the bytes that were sent, and the steps of the run. Residuals
-            are left out, with a warning, if gradients were averaged since `synchronize()`: loading sets them to zero.
+            are zero, with a warning, if gradients were averaged since `synchronize()`.
         """
-        own = {name: value for name, value in self._residuals.items() if name not in self._served}
+        own = {n: self._zeros(n) for n, p in self._parameters.items() if p.requires_grad or n in self._residuals}
+        own |= {name: value for name, value in self._residuals.items() if name not in self._served}
         synchronized = {names: reducer for names, reducer in self._reducers.items() if reducer.synchronized}
         with self._before_side():
             for names, reducer in synchronized.items():
                 own |= zip(names, reducer.state_dict()["residual"], strict=True)
         if self._served or len(synchronized) < len(self._reducers):
             warn(
-                "state_dict() of compressed gradients leaves residuals out: each rank has its own since the last step. "
-                "Call synchronize() on every rank before state_dict()"
+                "state_dict() of compressed gradients has residuals of zero: each rank has its own since the last "
+                "step. Call synchronize() on every rank before state_dict()"
             )
         whole = {name: as_whole(self._in_shape(name, value), self._parameters[name]) for name, value in own.items()}
         return {"residuals": whole, "sent": self.wire_bytes, "steps": self._steps}
@@ -203,7 +213,7 @@ class Compression:
             parameter = self._parameters[name]
             part = checked_residual(part_of(value, parameter), local(parameter).shape, name)
             loaded[name] = self._in_memory(name, part)
-        sent, steps = checked_bytes(state["sent"]), checked_bytes(state["steps"])
+        sent, steps = (checked_count(state[name], name) for name in ("sent", "steps"))
         self._sent, self._before, self._steps, self._residuals = sent, sent, steps, loaded
         self._served.clear()
         with self._before_side():
@@ -217,7 +227,7 @@ class Compression:
         if parameter not in self._names:
             raise ValueError(
                 "a gradient belongs to a parameter that the model did not have when compress_gradients was called: "
-                "call it with the model that DistributedDataParallel wraps"
+                "call it when the model has all its parameters, after fully_shard and all else that replaces them"
             )
         return self._names[parameter]
 
@@ -232,12 +242,27 @@ class Compression:
 
     def _average(self, names: Names, tensors: list[Tensor]) -> None:
         """Average tensors in place, the gradients of these parameters."""
+        if not self._agreed:
+            self._agree(tensors[0].device)
         if not self.compressing:
+            Pointers.to(Layout([t.numel() for t in tensors]), tensors, "gradient")  # which later steps can read
             average_(tensors, self._everyone())
             return
         if names not in self._reducers:
             self._add(names, tensors)
         self._reducers[names](tensors)
+
+    def _agree(self, device: torch.device) -> None:
+        """Compare once what the ranks average, and how. A difference is a ValueError on all of them."""
+        trained = [f"{name} {tuple(p.shape)}" for name, p in self._parameters.items() if p.requires_grad]
+        facts: dict[str, float | str] = {
+            "options": f"bits={self.bits}, reply={self._reply!r}",
+            "checksum of parameters with gradients": zlib.crc32(" ".join(trained).encode()),
+            "uncompressed steps to go (does every rank load the state?)": max(0, UNCOMPRESSED - self._steps),
+            NODES: "none" if self._found().node is None else "given",
+        }
+        agree(self._everyone(), device, facts)
+        self._agreed = True
 
     def _step_ended(self) -> None:
         """Count a step, and tell once whether it pays."""
@@ -279,12 +304,15 @@ class Compression:
 
     def _fill(self, reducer: CompressedAllReduce, names: Names) -> None:
         """Move residuals into a reducer; zero where there is none."""
-        zeros = {name: torch.zeros(local(self._parameters[name]).numel(), **ON_HOST) for name in names}
+        zeros = {name: self._zeros(name) for name in names}
         of_ranks = not self._served.keys().isdisjoint(names)
         own, served = ([of.pop(name, zeros[name]) for name in names] for of in (self._residuals, self._served))
         reducer.load_state_dict({"residual": own, "wire_bytes": 0})
         if of_ranks:
             reducer.load_residuals(own, served)
+
+    def _zeros(self, name: str) -> Tensor:
+        return torch.zeros(local(self._parameters[name]).numel(), **ON_HOST)
 
     def _in_shape(self, name: str, flat: Tensor) -> Tensor:
         """Elements that lie as the parameter's do, in its shape."""
@@ -296,6 +324,7 @@ class Compression:
         return as_stored(value, order_of(local(self._parameters[name]))).reshape(-1)
 
 
+@eager
 def average_bucket(compression: Compression, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients, in DDP's place. On a GPU in a stream of its own, beside backward."""
     with compression.beside(bucket.buffer().device):
@@ -310,7 +339,7 @@ def _gradient(parameter: Tensor) -> Tensor:
         parameter.grad = as_whole(torch.zeros_like(own), parameter)
     grad = local(parameter.grad)
     if grad.layout is not torch.strided:
-        return grad  # which is refused by name
+        return grad  # which is refused
     order = order_of(own)
     if not as_stored(grad, order).is_contiguous():
         grad = torch.empty_like(own).copy_(grad)

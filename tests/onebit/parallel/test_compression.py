@@ -48,7 +48,7 @@ class Run:
             ranks = mesh.get_group("replicate")
         elif how != "plain":
             size = 25 if how == "compiled" else 0.03  # of a bucket: torch.compile does not take one that is so small
-            self.wrapped = DistributedDataParallel(self.net, process_group=ranks, bucket_cap_mb=size, **options)
+            self.wrapped = DistributedDataParallel(self.net, process_group=ranks, **{"bucket_cap_mb": size, **options})
         if how == "compiled":
             self.wrapped = torch.compile(self.wrapped, backend="eager")
         node_group = None if each == 1 else nodes_of(group(), each).node
@@ -143,6 +143,30 @@ def test_ddp_its_compiled_form_and_a_call_after_backward_give_the_same(rank, siz
         Run(how, each_bits).steps(range(8), rank, size) for how in ("ddp", "plain", "compiled") for each_bits in (4, 8)
     ]
     assert ends[:2] == ends[2:4] == ends[4:] and ends[0] != ends[1]
+    return ends
+
+
+@on_ranks(2)
+def test_a_whole_step_that_is_compiled_gives_the_same(rank, size):
+    """What the hook and a call do is not compiled."""
+    ends = []
+    for how in ("ddp", "plain"):
+        for compiled in (False, True):
+            run = Run(how, bucket_cap_mb=25)
+
+            def step(x, run=run, how=how):
+                run.optimizer.zero_grad()
+                run.wrapped(x).square().mean().backward()
+                if how == "plain":
+                    run.compression()
+                run.optimizer.step()
+
+            once = torch.compile(step, backend="eager") if compiled else step
+            for each in range(UNCOMPRESSED + 2):
+                once(torch.randn(8, 64, generator=torch.Generator().manual_seed(size * each + rank)))
+            ends.append(run.end())
+            assert run.compression.wire_bytes > 0
+    assert len(set(ends)) == 1
     return ends
 
 
@@ -289,12 +313,16 @@ def with_a_bad_gradient(rank, size, how):
 
 
 @on_ranks(2)
-def test_residuals_are_left_out_with_one_warning_where_ranks_differ(rank, size):
+def test_residuals_are_zero_with_one_warning_where_ranks_differ(rank, size):
+    """A state has the same names before the first step, so that loaders that fill a state in place find all."""
     run = Run()
+    first = run.compression.state_dict()
     run.steps(range(6), rank, size)
     with on_warnings() as said:
         found = run.compression.state_dict()
-    assert found == {"residuals": {}, "sent": run.compression.wire_bytes, "steps": 6}
+    zeros = {name: torch.zeros_like(each) for name, each in run.net.named_parameters()}
+    assert same([first, found], [{"residuals": zeros, "sent": 0, "steps": 0}, {**found, "residuals": zeros}])
+    assert (found["sent"], found["steps"]) == (run.compression.wire_bytes, 6)
     assert len(said) == 1 and "Call synchronize() on every rank before state_dict()" in said[0]
 
 
@@ -309,7 +337,7 @@ def test_a_parameter_that_is_frozen_keeps_its_residual(rank, size):
     other.net[0].weight.requires_grad_(False)
     other.steps(range(7, 8), rank, size)
     with on_warnings() as said:
-        assert other.compression.state_dict()["residuals"] == {}
+        assert not any(each.any() for each in other.compression.state_dict()["residuals"].values())
     assert len(said) == 1
     found = other.state()["compression"]
     torch.testing.assert_close(found["residuals"]["0.weight"], expected, rtol=0, atol=float(expected.abs().max()) / 200)
@@ -393,6 +421,7 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing():
             r"bias has shape \[3\] in the state, here it is \[2\]",
         ),
         ({"bias": torch.zeros(2), "weight": weight * torch.inf}, ValueError, "weight has values .* not finite"),
+        ({"weight": weight + 2.0**41}, ValueError, "weight has values .* beyond 2"),
         ({"weight": weight.long()}, TypeError, "floating-point"),
         ([weight], TypeError, "a dict by parameter names, not a list"),
     ):
@@ -400,8 +429,8 @@ def test_a_state_of_something_else_is_refused_and_changes_nothing():
             compression.load_state_dict({**saved, "residuals": residuals})
     for other, error, message in (
         ({"weight": weight}, ValueError, "not a state of compressed gradients"),
-        ({**saved, "sent": None}, ValueError, "not None"),
-        ({**saved, "steps": -1}, ValueError, "not -1"),
+        ({**saved, "sent": None}, ValueError, "'sent' .* not None"),
+        ({**saved, "steps": -1}, ValueError, "'steps' .* not -1"),
         (None, TypeError, "NoneType"),
     ):
         with pytest.raises(error, match=message):
@@ -422,8 +451,51 @@ def test_a_wrong_call_is_an_error_that_says_what_to_do(rank, size):
     ):
         with pytest.raises(error, match=message):
             wrong()
-    sparse = nn.Embedding(4, 2, sparse=True)
-    compression = alone(sparse)
-    sparse(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match=r"layout torch\.sparse_coo"):
+    with pytest.raises(ValueError, match="a model with parameters"):
+        onebit.compress_gradients(nn.ReLU())
+    later = model()
+    compression = onebit.compress_gradients(later, process_group=group())
+    later.append(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="when the model has all its parameters, after fully_shard"):
+        compression()
+
+
+@pytest.mark.parametrize("how", ["ddp", "plain"])
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("sparse", ValueError, r"layout torch\.sparse_coo"),
+        ("float64", TypeError, "dtype torch.float64 are not supported"),
+        ("complex64", TypeError, "dtype torch.complex64 are not supported"),
+    ],
+)
+@on_ranks(2)
+def test_a_gradient_that_cannot_be_compressed_is_refused_from_the_first_step_on(rank, how, kind, error, message):
+    if kind == "sparse":
+        net, x = nn.Embedding(4, 2, sparse=True), torch.tensor([1])
+    else:
+        net, x = (made(4, 4, dtype=getattr(torch, kind)) for made in (nn.Linear, torch.ones))
+    wrapped = DistributedDataParallel(net, process_group=group()) if how == "ddp" else net
+    compression = onebit.compress_gradients(wrapped, process_group=group())
+    for steps in (0, UNCOMPRESSED):
+        compression.load_state_dict({**FORGOTTEN, "steps": steps})
+        net.zero_grad()
+        with pytest.raises(error, match=message):
+            wrapped(x).abs().sum().backward()
+            compression()
+        if how == "ddp":
+            return  # DDP does not go on after an error
+
+
+@pytest.mark.parametrize("what", ["bits", "node_group", "steps", "frozen"])
+@on_ranks(2)
+def test_ranks_that_differ_are_told_in_the_first_step(rank, what):
+    net, options = model(), {"bits": 8, "node_group": "auto"}
+    net[0].bias.requires_grad_((what, rank) != ("frozen", 1))
+    own = {what: options[what]} if what in options and rank == 1 else {}
+    compression = onebit.compress_gradients(net, process_group=group(), **own)
+    if (what, rank) == ("steps", 1):
+        compression.load_state_dict(FORGOTTEN)
+    net(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(ValueError, match=r"do not agree: .*rank 1"):
         compression()
