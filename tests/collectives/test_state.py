@@ -22,14 +22,13 @@ from tests.ranks import run_ranks
 NUMELS = (300, 63)
 BLOCKS = [Case(NUMELS, chunks=2), Case(NUMELS, norm="unbiased"), Case(NUMELS, reply="direct")]
 OF_TENSORS = [Case(NUMELS, scale="tensor", norm="l2"), Case(NUMELS, scale="tensor", reply="direct", chunks=2)]
-OF_CODES = [Case(NUMELS, chunks=2, bits=4), Case(NUMELS, reply="direct", bits=4), Case(NUMELS, bits=8)]
 TWO_LEVELS = [Case(NUMELS, chunks=2, reply=reply, nodes=2) for reply in (1, "direct")]
-TWO_LEVELS += [Case(NUMELS, scale="tensor", nodes=2), Case(NUMELS, chunks=2, nodes=2, bits=4)]
+TWO_LEVELS += [Case(NUMELS, scale="tensor", nodes=2)]
 STOP = 3
 
 
 @pytest.mark.parametrize("size, cases, auto", [
-    (1, BLOCKS[:1], False), (3, BLOCKS + OF_TENSORS + OF_CODES, False), (3, BLOCKS, True), (4, TWO_LEVELS, False),
+    (1, BLOCKS[:1], False), (3, BLOCKS + OF_TENSORS, False), (3, BLOCKS, True), (4, TWO_LEVELS, False),
 ])  # fmt: skip
 @on_ranks()
 def test_a_loaded_state_goes_on_bit_for_bit(rank, size, cases, auto):
