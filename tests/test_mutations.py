@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from tests import reach
+from tests.mutations.__main__ import finders
 from tests.mutations.mutants import mutants_of, sample
 from tests.mutations.reached import Reached
 
@@ -46,6 +47,13 @@ def test_every_kind_of_fault_is_made_and_none_in_texts(tmp_path):
         changed = mutant.applied(source)
         assert changed != source
         ast.parse(changed)
+
+
+def test_the_test_that_found_most_mutants_of_a_file_is_named_first(tmp_path):
+    (tmp_path / "f.py").write_text(SOURCE)
+    mutants = mutants_of(tmp_path, "f.py")[:4]
+    found = {m.id: {"by": by} for m, by in zip(mutants, ("t.py::one", "t.py::two", "t.py::two", ""), strict=True)}
+    assert finders(mutants, found) == {"f.py": ["t.py::two", "t.py::one"]}
 
 
 def test_a_sample_is_the_same_each_time_and_from_every_folder():
