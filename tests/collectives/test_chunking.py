@@ -105,8 +105,10 @@ def test_measured_once_and_cached_for_a_size_and_for_one_host_or_several(folders
     assert [[measured for _, measured, _ in found] for found in of_hosts] == [[1], [0]]
     assert set(entries(folders[0])) == {KEY, KEY.replace(", one host", "")}
     alike = [[3.0, 2.0, 2.0, 2.0]] * SIZE  # of equally fast ones the fewest chunks
-    assert agreed(run_ranks(SIZE, choices, [larger], folders, alike))[0][:2] == (2, 1)
-    assert len(entries(folders[0])) == 3
+    others = [larger, replace(CASE, bits=4), replace(CASE, reply="direct")]
+    assert [each[:2] for each in agreed(run_ranks(SIZE, choices, others, folders, alike))] == [(2, 1)] * 3
+    kinds = [key.removeprefix(KEY.removesuffix(", chunks")) for key in entries(folders[0]) if "2^14" in key]
+    assert len(entries(folders[0])) == 5 and {", 4 bits, chunks", ", reply direct, chunks"} < set(kinds)
 
 
 def choices_on_hosts(rank, size, folders):

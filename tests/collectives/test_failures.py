@@ -9,7 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from onebit.collectives.agreement import agree, all_gather_json, listed
+from onebit.collectives import agreement
+from onebit.collectives.agreement import agree, all_gather_json, gathered, listed
 from onebit.collectives.transport import transport_for
 from onebit.collectives.transport.grid import Grid
 from onebit.collectives.transport.protocol import Done, LocalTransport
@@ -132,6 +133,16 @@ def test_facts_of_any_length(rank):
     start = "the ranks do not agree: rank 1 has only here 1 where rank 0 has None; rank 1 has option"
     assert str(caught.value).startswith(start)
     assert "rank 1 has option 77 'eleven' where rank 0 has 11.0" in str(caught.value)
+
+
+@pytest.mark.parametrize("count, last", [(5, "rank 4: error 4"), (6, "and 1 more errors"), (7, "and 2 more errors")])
+def test_of_errors_that_differ_from_rank_to_rank_five_are_told(count, last):
+    ranks, rows = LocalTransport(), [[None, ["OSError", f"error {rank}"]] for rank in range(count)]
+    ranks.size = count
+    with patch.object(agreement, "all_gather_json", lambda *_: rows), pytest.raises(OSError) as caught:
+        gathered(ranks, CPU, lambda: None, "a phase")
+    told = str(caught.value).split("; ")
+    assert told[:5] == [f"rank {rank}: error {rank}" for rank in range(5)] and told[-1] == last
 
 
 class Damaging(LocalTransport):

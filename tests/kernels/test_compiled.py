@@ -225,6 +225,7 @@ def test_every_value_of_a_dtype_is_read_and_rounded_as_torch_does(dtype, kind, n
     address = staged(source.data_ptr(), kind, 0, numel, scratch.data_ptr())
     read = source if address == source.data_ptr() else scratch
     torch.testing.assert_close(read[:numel].float(), source.float(), rtol=0, atol=0, equal_nan=True)
+    assert not scratch[numel : -(-numel // 16) * 16].any()
     target = torch.full((numel + 8,), -77.0, dtype=dtype)
     padded = torch.cat([values, torch.full((64,), 7.0)])
     put(padded.data_ptr(), target.data_ptr(), kind, 0, numel, room.data_ptr())
