@@ -315,5 +315,6 @@ def test_a_false_index_is_refused(saved):
     ):
         forge(saved, INDEX, json.dumps(index).encode())
         assert_refused(saved, match)
-    forge(saved, INDEX, json.dumps({k: v for k, v in whole.items() if k != key}).encode())
-    assert_refused(saved, "exp_avg_sq")
+    for lacks, match in ((key, "exp_avg_sq"), ("param_groups", "holds no optimizer: it is damaged")):
+        forge(saved, INDEX, json.dumps({k: v for k, v in whole.items() if lacks not in k}).encode())
+        assert_refused(saved, match)

@@ -363,18 +363,19 @@ def test_messages_in_flight_are_taken_back_whatever_their_error_and_their_groups
     assert rank == 2 or same(*found)
 
 
-def test_a_rank_that_is_local_steps_behind_leaves_them_out() -> None:
-    """Two local steps: it takes part in the next sync, after which all have the same parameters."""
-    one, other = run_ranks(3, be_late)[:2]
+@pytest.mark.parametrize("behind", [2, 3])
+def test_a_rank_that_is_local_steps_behind_leaves_them_out(behind: int) -> None:
+    """Also all since the last sync: it takes part in the next, after which all have the same parameters."""
+    one, other = run_ranks(3, be_late, behind)[:2]
     assert one["steps"] == other["steps"] == [10, 14]
-    assert one["skipped"] == 0 and other["skipped"] == 2
+    assert one["skipped"] == 0 and other["skipped"] == behind
     assert one["end"] == other["end"] and one["x"] != other["x"]
 
 
-def be_late(rank: int, size: int) -> Any:
+def be_late(rank: int, size: int, behind: int) -> Any:
     case = Case(Z, SHAPES, options={**LOCAL})
     params, optimizer = case.made(group())
-    for step in range(1, (11, 9, 9)[rank]):
+    for step in range(1, (11, 11 - behind, 9)[rank]):
         take(case, rank, optimizer, params, step)
     if rank == 2:
         return None

@@ -157,7 +157,7 @@ def test_a_parameter_that_is_one_part_has_the_steps_of_a_whole_one():
     for parts in (None, Topology(itself, itself, shard=itself)):
         torch.manual_seed(0)
         params = [nn.Parameter(x * torch.randn(70)) for x in (0.0, 1.0, 100.0)]
-        optimizer = build("OneBitLamb", params, lr=0.1, freeze_step=4, factor_threshold=0.05)
+        optimizer = build("OneBitLamb", params, lr=0.1, betas=(0.9, 0.9), freeze_step=4, factor_threshold=0.05)
         for state in internals.states(optimizer):
             state.parts = parts
         for step in range(1, 16):

@@ -206,7 +206,8 @@ def test_messages_arrive_while_backward_still_computes(rank: int) -> None:
 @kinds
 @on_ranks(2)
 def test_state_is_of_whole_steps_and_resumes(rank: int, kind: str) -> bytes:
-    """State between backward and step is refused; after the step it resumes bit for bit, with overlap at once."""
+    """State between backward and step is refused; after the step it resumes bit for bit, with overlap at once. The run
+    itself goes back to it, too."""
     case = Case(kind, steps=10)
     (optimizer, params), (other, theirs) = build(case, True), build(case, True)
     for step in range(1, case.steps + 1):
@@ -220,17 +221,19 @@ def test_state_is_of_whole_steps_and_resumes(rank: int, kind: str) -> bytes:
         if step == 6:
             optimizer.synchronize()
             state, values = snapshot(optimizer.state_dict()), [p.detach().clone() for p in params]
-    set_parameters(theirs, values)
-    other.load_state_dict(state)
-    early = []
-    for step in range(7, case.steps + 1):
-        other.zero_grad()
-        backward(case, rank, theirs, step)
-        early.append(other.overlap.in_flight)
-        other.step()
-    assert bits(params) == bits(theirs)
-    assert early == [False, True, True, True]  # ranks agree on the start in the first step
-    return bits(params)
+    end = bits(params)
+    for again, own in ((other, theirs), (optimizer, params)):
+        set_parameters(own, values)
+        again.load_state_dict(state)
+        early = []
+        for step in range(7, case.steps + 1):
+            again.zero_grad()
+            backward(case, rank, own, step)
+            early.append(again.overlap.in_flight)
+            again.step()
+        assert bits(own) == end
+        assert early == [again is optimizer, True, True, True]  # new ranks agree on the start in the first step
+    return end
 
 
 @on_ranks(2)

@@ -38,8 +38,11 @@ def sizes(state: Any, i: int, m: torch.Tensor) -> float:
 def test_norms_and_scales(rank: int, kind: str, scale: str, reply: Any) -> None:
     options = {"freeze_step": 4, "scale": scale, "chunks": 2, "reply": reply, "zero_variance": "hold"}
     case = Case(kind, options=options, untouched=((0, 2, 8),) if kind == "OneBitLamb" and reply == 1 else ())
-    run = Run(case, 3, rank, group())
+    run = Run(case, 0, rank, group())
     optimizer, params = run.optimizer, run.params
+    first = {"variance_norm": 0.0, **({"coefficient": 1.0} if kind == "OneBitLamb" else {})}
+    assert all(own == first for own in optimizer.diagnostics().values())
+    run.on(1, 3)
 
     def said(name: str) -> list[float]:
         return [own[name] for own in optimizer.diagnostics().values()]
@@ -56,6 +59,7 @@ def test_norms_and_scales(rank: int, kind: str, scale: str, reply: Any) -> None:
     [reducer], [exchange] = internals.reducers(optimizer), internals.exchanges(optimizer)
     state, e = reducer.state, exchange.residual.left_out()
     left_out = [state.cut(e, i) for i in range(len(params))]
+    assert all(optimizer.state[p]["residual"].shape == p.shape for p in params)
     np.testing.assert_allclose(said("residual_norm"), norms(left_out), rtol=1e-5)
     assert all(size > 0 for size in said("momentum_scale"))
     if reply != "direct":  # whose scales are those of messages, and not of their mean
