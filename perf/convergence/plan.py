@@ -17,7 +17,7 @@ MANY = 8  # ranks: of these one seed, as they share two cores
 
 @dataclass(frozen=True)
 class Variant:
-    title: str  # in tables
+    title: str  # in tables: what is not the default with two ranks
     options: dict[str, Any] | None = None  # of an optimizer of onebit, where it compresses
     gradients: dict[str, Any] | None = None  # of CompressedAllReduce, where it averages an optimizer of torch's
     beta1: float | None = None  # where it is not the task's: tried on the GAN alone, which has betas of its own
@@ -28,56 +28,57 @@ UNBIASED, DIRECT_UNBIASED = {"reply": 1, "norm": "unbiased"}, {**DIRECT, "norm":
 UNLIMITED_DIRECT, OF_256 = {**DIRECT_UNBIASED, "update_limit": None}, {**DIRECT_UNBIASED, "block_size": 256}
 PAPERS, DIRECT_L1 = {"reply": 1, "norm": "l1"}, {**DIRECT, "norm": "l1"}
 NAIVE = {"bits": 1, "reply": 1}
-BEST_01 = "0/1 Adam, direct replies, norm unbiased"
 EVERY = {
     "adam": Variant("Adam"),
-    "onebit_adam": Variant("1-bit Adam", PAPERS),
-    "direct_adam": Variant("1-bit Adam, direct replies", DIRECT_L1),
-    "direct_unbiased_adam": Variant("1-bit Adam, direct replies, norm unbiased", DIRECT_UNBIASED),
-    "unbiased_adam": Variant("1-bit Adam, norm unbiased", UNBIASED),
-    "zero_one_adam": Variant("0/1 Adam", PAPERS),
-    "direct_zero_one_adam": Variant("0/1 Adam, direct replies", DIRECT_L1),
-    "direct_zero_one_1_adam": Variant("0/1 Adam, direct replies, kappa 1", {**DIRECT_L1, "var_update_scaler": 1}),
-    "direct_zero_one_2_adam": Variant("0/1 Adam, direct replies, kappa 2", {**DIRECT_L1, "var_update_scaler": 2}),
-    "direct_zero_one_l2_adam": Variant("0/1 Adam, direct replies, norm l2", {**DIRECT, "norm": "l2"}),
-    "direct_zero_one_unbiased_adam": Variant(BEST_01, DIRECT_UNBIASED),
-    "direct_zero_one_unbiased_1_adam": Variant(f"{BEST_01}, kappa 1", {**DIRECT_UNBIASED, "var_update_scaler": 1}),
-    "direct_zero_one_unbiased_2_adam": Variant(f"{BEST_01}, kappa 2", {**DIRECT_UNBIASED, "var_update_scaler": 2}),
-    "direct_zero_one_unbiased_256_adam": Variant(f"{BEST_01}, blocks of 256", OF_256),
-    "zero_one_unbiased_adam": Variant("0/1 Adam, norm unbiased", UNBIASED),
+    "direct_unbiased_adam": Variant("1-bit Adam", DIRECT_UNBIASED),
+    "direct_zero_one_unbiased_adam": Variant("0/1 Adam", DIRECT_UNBIASED),
+    "onebit_adam": Variant("1-bit Adam (paper's)", PAPERS),
+    "direct_adam": Variant("1-bit Adam, norm l1", DIRECT_L1),
+    "unbiased_adam": Variant("1-bit Adam, reply 1", UNBIASED),
+    "zero_one_adam": Variant("0/1 Adam (paper's)", PAPERS),
+    "direct_zero_one_adam": Variant("0/1 Adam, norm l1", DIRECT_L1),
+    "direct_zero_one_1_adam": Variant("0/1 Adam, norm l1, kappa 1", {**DIRECT_L1, "var_update_scaler": 1}),
+    "direct_zero_one_2_adam": Variant("0/1 Adam, norm l1, kappa 2", {**DIRECT_L1, "var_update_scaler": 2}),
+    "direct_zero_one_l2_adam": Variant("0/1 Adam, norm l2", {**DIRECT, "norm": "l2"}),
+    "direct_zero_one_unbiased_1_adam": Variant("0/1 Adam, kappa 1", {**DIRECT_UNBIASED, "var_update_scaler": 1}),
+    "direct_zero_one_unbiased_2_adam": Variant("0/1 Adam, kappa 2", {**DIRECT_UNBIASED, "var_update_scaler": 2}),
+    "direct_zero_one_unbiased_256_adam": Variant("0/1 Adam, blocks of 256", OF_256),
+    "zero_one_unbiased_adam": Variant("0/1 Adam, reply 1", UNBIASED),
     "local_16_unbiased_adam": Variant(
-        "0/1 Adam, norm unbiased, exchanges up to 16 steps apart", {"local_step_clipper": 16, "norm": "unbiased"}
+        "0/1 Adam, exchanges up to 16 steps apart", {"local_step_clipper": 16, "norm": "unbiased"}
     ),
-    "local_16_adam": Variant("0/1 Adam, exchanges up to 16 steps apart", {"local_step_clipper": 16, "norm": "l1"}),
+    "local_16_adam": Variant(
+        "0/1 Adam, norm l1, exchanges up to 16 steps apart", {"local_step_clipper": 16, "norm": "l1"}
+    ),
     "beta_25_adam": Variant("Adam, beta1 0.25", beta1=0.25),
     "beta_0_adam": Variant("Adam, beta1 0", beta1=0.0),
-    "direct_zero_one_unbiased_beta_25_adam": Variant(f"{BEST_01}, beta1 0.25", DIRECT_UNBIASED, beta1=0.25),
-    "direct_zero_one_unbiased_beta_0_adam": Variant(f"{BEST_01}, beta1 0", DIRECT_UNBIASED, beta1=0.0),
-    "direct_zero_one_unbiased_256_beta_25_adam": Variant(f"{BEST_01}, blocks of 256, beta1 0.25", OF_256, beta1=0.25),
+    "direct_zero_one_unbiased_beta_25_adam": Variant("0/1 Adam, beta1 0.25", DIRECT_UNBIASED, beta1=0.25),
+    "direct_zero_one_unbiased_beta_0_adam": Variant("0/1 Adam, beta1 0", DIRECT_UNBIASED, beta1=0.0),
+    "direct_zero_one_unbiased_256_beta_25_adam": Variant("0/1 Adam, blocks of 256, beta1 0.25", OF_256, beta1=0.25),
     "direct_zero_one_unbiased_last_beta_25_adam": Variant(
-        f"{BEST_01}, beta1 0.25, last layer uncompressed", DIRECT_UNBIASED, beta1=0.25
+        "0/1 Adam, beta1 0.25, last layer uncompressed", DIRECT_UNBIASED, beta1=0.25
     ),
-    "direct_unbiased_unlimited_adam": Variant("1-bit Adam, direct replies, norm unbiased, no limit", UNLIMITED_DIRECT),
-    "direct_zero_one_unbiased_unlimited_adam": Variant(f"{BEST_01}, no limit", UNLIMITED_DIRECT),
+    "direct_unbiased_unlimited_adam": Variant("1-bit Adam, no limit", UNLIMITED_DIRECT),
+    "direct_zero_one_unbiased_unlimited_adam": Variant("0/1 Adam, no limit", UNLIMITED_DIRECT),
     "frozen_adam": Variant("1-bit Adam (32 bits)"),
-    "naive_adam": Variant("Adam, naive 1 bit after the same warmup", gradients=NAIVE),
-    "naive_adam_start": Variant("Adam, naive 1 bit from the start", gradients=NAIVE),
-    "bits_8_adam": Variant("Adam with gradients of 8 bits", gradients={"bits": 8}),
-    "bits_4_adam": Variant("Adam with gradients of 4 bits", gradients={"bits": 4}),
+    "naive_adam": Variant("Adam, naive after stage 1", gradients=NAIVE),
+    "naive_adam_start": Variant("Adam, naive from the start", gradients=NAIVE),
+    "bits_8_adam": Variant("Adam, 8-bit gradients", gradients={"bits": 8}),
+    "bits_4_adam": Variant("Adam, 4-bit gradients", gradients={"bits": 4}),
     "lamb": Variant("LAMB"),
-    "onebit_lamb": Variant("1-bit LAMB", PAPERS),
-    "direct_lamb": Variant("1-bit LAMB, direct replies", DIRECT_L1),
-    "direct_unbiased_lamb": Variant("1-bit LAMB, direct replies, norm unbiased", DIRECT_UNBIASED),
-    "unbiased_lamb": Variant("1-bit LAMB, norm unbiased", UNBIASED),
-    "direct_unbiased_unlimited_lamb": Variant("1-bit LAMB, direct replies, norm unbiased, no limit", UNLIMITED_DIRECT),
+    "direct_unbiased_lamb": Variant("1-bit LAMB", DIRECT_UNBIASED),
+    "onebit_lamb": Variant("1-bit LAMB (paper's)", PAPERS),
+    "direct_lamb": Variant("1-bit LAMB, norm l1", DIRECT_L1),
+    "unbiased_lamb": Variant("1-bit LAMB, reply 1", UNBIASED),
+    "direct_unbiased_unlimited_lamb": Variant("1-bit LAMB, no limit", UNLIMITED_DIRECT),
     "lamb_basic": Variant("LAMB + basic 1-bit"),
     "sgd": Variant("SGD"),
-    "bits_8_sgd": Variant("SGD with gradients of 8 bits", gradients={"bits": 8}),
-    "bits_4_sgd": Variant("SGD with gradients of 4 bits", gradients={"bits": 4}),
-    "bits_1_sgd": Variant("SGD with gradients of 1 bit", gradients={"bits": 1}),
+    "bits_8_sgd": Variant("SGD, 8-bit gradients", gradients={"bits": 8}),
+    "bits_4_sgd": Variant("SGD, 4-bit gradients", gradients={"bits": 4}),
+    "bits_1_sgd": Variant("SGD, 1-bit gradients", gradients={"bits": 1}),
     "muon": Variant("Muon"),
-    "bits_8_muon": Variant("Muon with gradients of 8 bits", gradients={"bits": 8}),
-    "bits_4_muon": Variant("Muon with gradients of 4 bits", gradients={"bits": 4}),
+    "bits_8_muon": Variant("Muon, 8-bit gradients", gradients={"bits": 8}),
+    "bits_4_muon": Variant("Muon, 4-bit gradients", gradients={"bits": 4}),
 }
 FAMILIES = ("adam", "lamb", "sgd", "muon")  # each named like its uncompressed optimizer
 VARIANTS = {name: each.title for name, each in EVERY.items()}
@@ -91,30 +92,21 @@ ONE_SEED = ("local_16_adam", "local_16_unbiased_adam")
 EVENTS = ("x 100", "x 30")  # from the middle on; for a quarter of the steps after it
 LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
-REPLY = "reply"
-REPLIES = {  # what each family's 1-bit optimizer may get back of its messages: the option, and the variant's name
-    1: "onebit_{family}",
-    "direct": "direct_{family}",
-}
-RANKS, EVENT, RATE, SAVE = "ranks", "event", "lr", "save"
-BROAD = (REPLY, RANKS, EVENT, RATE, SAVE)  # sweeps that compare more than SWEPT, of all seeds that are there
+REPLY, RANKS, FREEZES = "reply", "ranks", "freeze"
 MORE = 3  # ranks
 DEFAULTS = {  # what the optimizers do by default: of 2 ranks, and of more
     2: ("direct_unbiased_adam", "direct_zero_one_unbiased_adam", "direct_unbiased_lamb"),
     MORE: ("unbiased_adam", "zero_one_unbiased_adam", "unbiased_lamb"),
 }
 FOUR_BITS = "bits_4_adam"  # over ranks, too
-UNLIMITED = (
-    "direct_unbiased_unlimited_adam", "direct_zero_one_unbiased_unlimited_adam", "direct_unbiased_unlimited_lamb",
-)  # fmt: skip
 SWEEPS = {
-    REPLY: "what comes back of messages, and at how many ranks",
-    RANKS: "ranks, the same global batch, each optimizer with its default",
-    EVENT: "gradients that grow, not clipped",
-    "freeze": "share of the steps in stage 1",
-    "batch": "global batch, the same steps and learning rate",
+    REPLY: "replies of 1 bit or direct, over ranks",
+    RANKS: "ranks, the same global batch",
+    "event": "gradients that grow, not clipped",
+    FREEZES: "share of the steps in stage 1",
+    "batch": "global batch, the same steps and rate",
     "lr": "learning rate, times the task's",
-    SAVE: "runs that are saved, and go on from what was saved",
+    "save": "runs that are saved, and go on from what was saved",
 }
 FREEZE = {"adam": 0.2, "lamb": 0.3}  # share of the steps, by family that has stages
 
@@ -130,51 +122,49 @@ TASKS: dict[str, Task] = {
             width=64, layers=1, length=32, held_out=512,
         ),
         LanguageModel(
-            "lm", "Causal language model from scratch, on essays and novels",
+            "lm", "Causal language model",
             "BERT pre-training (1-bit Adam, section 7.1; 1-bit LAMB, section 6 and A.7)",
-            "a causal objective; 0.7 M parameters and 600 steps of 32 short windows, theirs were 340 M and 152,000 of "
-            "4,096 (Adam) or 5,993 of 65,536 (LAMB); up to 4 ranks, on one machine; stage 1 is 20 % of the steps for "
-            "Adam and 30 % for LAMB, theirs were 15 % and 17 %; a scale a block of 2,048 elements, theirs one for all",
+            "causal, from scratch, on essays and novels; theirs had 340 M parameters, 152,000 steps of 4,096 (Adam) or "
+            "5,993 of 65,536 (LAMB), stage 1 in 15 % and 17 % of them, and one scale for all elements",
             steps=600, batch=32, lr={"adam": 4e-3, "lamb": 2e-2, "muon": 1.6e-2}, chosen=CHOSEN,
             sweeps=("reply", "ranks", "event", "freeze", "batch", "lr", "save"), families=("adam", "lamb", "muon"),
         ),
         LanguageModel(
             "lm-long", "The same language model in 3,000 steps",
-            "runs of many steps, of which few are in full precision", "one seed; the rate is that of 600 steps",
-            steps=3000, batch=32, lr={"adam": 4e-3}, chosen="that of the task before", families=("adam",),
+            "runs of many steps, of which few are in full precision", "one seed",
+            steps=3000, batch=32, lr={"adam": 4e-3}, chosen="that of 600 steps", families=("adam",),
         ),
         Images(
-            "images", "ResNet-8 on Fashion-MNIST",
+            "images", "ResNet-8",
             "ResNet-18 on CIFAR-10 (1-bit Adam, section 7.2) and ResNet-50 on CIFAR-100 (1-bit LAMB, A.8)",
-            "grey images of 28 x 28; 78 thousand parameters, theirs were 11 and 24 million; not quite one epoch in "
-            "batches of 128, theirs were 200 and 250 of 1,024; stage 1 is 20 % and 30 % of the steps, theirs 6.5 % and "
-            "8 %; for validation the statistics of batch norms are averaged over ranks",
+            "not quite one epoch; theirs had colours, 11 and 24 million parameters, 200 and 250 epochs in batches of "
+            "1,024, and stage 1 in 6.5 % and 8 % of the steps; for validation the statistics of batch norms are "
+            "averaged over ranks",
             steps=400, batch=128, lr={"adam": 8e-3, "lamb": 4e-2, "sgd": 0.1}, chosen=CHOSEN, accuracy=True,
             sweeps=("reply", "ranks", "freeze", "lr"), families=("adam", "lamb", "sgd"),
         ),
         Masked(
-            "mlm", "BERT's masked objective, continued from a checkpoint on essays and novels",
+            "mlm", "BERT, masked words",
             "BERT pre-training (1-bit Adam, section 7.1; 1-bit LAMB, section 6)",
-            "three layers of a model that was tuned for sentence embeddings, a vocabulary cut to its most frequent; no "
-            "next-sentence objective, no dropout",
+            "three layers of a checkpoint that was tuned for sentence embeddings, a vocabulary cut to its most "
+            "frequent; no next-sentence objective, no dropout",
             steps=300, batch=16, lr={"adam": 5e-4, "lamb": 5e-3},
             chosen="Adam's set before any run; LAMB's the best of four, factors of 2 apart, in 100 steps of 32 on one "
             "rank and another seed",
             sweeps=("reply", "event", "freeze"),
         ),
         Samples(
-            "gan", "A DCGAN on Fashion-MNIST: Frechet distance of its samples",
-            "a DCGAN, with stage 1 a fifth of the steps as here (1-bit Adam, section 7)",
-            "grey images of 28 x 28, with their classes; two models, of 168 and 42 thousand parameters; 600 steps of "
-            "64, two thirds of an epoch; distances are those of a small classifier's features, of 2,048 samples, and "
-            "can't be compared with others'",
+            "gan", "DCGAN, distance of samples",
+            "a DCGAN (1-bit Adam, section 7)",
+            "grey images of 28 x 28, with their classes; two thirds of an epoch; a small classifier's features, whose "
+            "Frechet distances can't be compared with others'",
             steps=600, batch=64, lr={"adam": 1e-3}, chosen="set before any run of this study, as were the measures",
             accuracy=True, families=("adam",), betas=(0.5, 0.999), measure="distance of samples",
         ),
         Sentiment(
-            "sentiment", "Fine-tuning a BERT on the sentiment of movie snippets",
+            "sentiment", "BERT, fine-tuned",
             "fine-tuning on GLUE and SQuAD, with Adam as there (1-bit Adam, section 7.1; 1-bit LAMB, section 6)",
-            "three layers of a small model, one set of 8,838 snippets, not quite one epoch, no dropout",
+            "three layers of a small model, one small set, not quite one epoch, no dropout",
             steps=200, batch=32, lr={"adam": 1e-4, "lamb": 1e-3}, chosen="set before any run of this study",
             accuracy=True, families=("adam",), length=48,
         ),
@@ -281,18 +271,14 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
         case "main":
             found = [(v, "") for v in VARIANTS if v not in BETA1 or task.betas != Task.betas]
         case "reply":
-            of = [(f, *(name.format(family=f) for name in REPLIES.values())) for f in baselines]
-            found = [(v, label) for own in of for v in own for label in labels]
+            found = [(v, label) for f in baselines for v in (f, f"onebit_{f}", f"direct_{f}") for label in labels]
         case "save":
             found = [*((v, labels[0]) for v in baselines)]
             found += [(v, label) for label in labels for v in DEFAULTS[2]]
         case "ranks":  # the baseline does not depend on their number
             found = [*((v, labels[0]) for v in baselines)]
             found += [(v, label) for label in labels for v in (*DEFAULTS[2 if label == "2" else MORE], FOUR_BITS)]
-        case "event":
-            found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2])]
-            found += [(v, labels[0]) for v in UNLIMITED]
-        case "lr":
+        case "event" | "lr":
             found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2])]
         case _:
             found = [(v, label) for v in SWEPT for label in labels]

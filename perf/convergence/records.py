@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perf.convergence.plan import BROAD, TASKS, VARIANTS, Run, cases, family_of, points
+from perf.convergence.plan import FAMILIES, TASKS, VARIANTS, Run, cases, family_of, points
 from perf.records import read_record
 
 Record = Mapping[str, Any]
@@ -42,26 +42,15 @@ def main_runs(out: Path, task: str) -> dict[str, Records]:
 
 
 def sweep_runs(out: Path, task: str, sweep: str) -> dict[str, dict[str, Records]]:
-    """Find a sweep's records by point, then by variant. Nothing if only the main comparison was run."""
-    points_of, table, beyond = points(TASKS[task], sweep), dict[str, dict[str, Records]](), False
+    """Find a sweep's records by point, then by variant: not those of the main comparison, nor originals alone."""
+    points_of = points(TASKS[task], sweep)
+    table: dict[str, dict[str, Records]] = {label: {} for label in points_of}
     for variant, label in cases(TASKS[task], sweep):
         standard = Run.standard(task, variant, 0)
-        if records := found(out, standard.at(points_of[label])):
-            table.setdefault(label, {})[variant] = records
-            beyond |= standard.at(points_of[label]) != standard
-    ordered = {label: table[label] for label in points_of if label in table}
-    return (ordered if sweep in BROAD else _common(ordered)) if beyond else {}
-
-
-def _common(table: Mapping[str, Mapping[str, Records]]) -> dict[str, dict[str, Records]]:
-    """Keep the seeds that all have."""
-    every = [records for runs in table.values() for records in runs.values()]
-    seeds = sorted(set.intersection(*map(set, every)))
-    return {
-        label: {variant: {seed: records[seed] for seed in seeds} for variant, records in runs.items()}
-        for label, runs in table.items()
-        if seeds
-    }
+        run = standard.at(points_of[label])
+        if run != standard and (records := found(out, run)):
+            table[label][variant] = records
+    return {label: runs for label, runs in table.items() if not runs.keys() <= set(FAMILIES)}
 
 
 def bits_sent(record: Record) -> float:

