@@ -220,7 +220,8 @@ def counted_volume(out: Path) -> str:
         f"## Bytes of a whole run, by the interfaces' counters\n\nOn {record['hosts']} hosts of a network lab, with "
         f"{record['elements']:,} elements and {record['freeze_step'] / record['steps']:.0%} of {record['steps']} steps "
         f"in stage 1, an uncompressed run sends so many times what 1-bit Adam sends: {ratios}. The papers' "
-        f"1 / (w + (1-w)/bits) is {worst:.1%} off at most (`python -m perf.train_step.volume`, as root)."
+        f"1 / (w + (1-w)/bits), w the share of stage 1, is at most {worst:.1%} off "
+        f"(`python -m perf.train_step.volume`, as root)."
     )
 
 
