@@ -9,6 +9,8 @@ Step 6 of 0/1 Adam is a local one, and so are the last three.
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -217,8 +219,17 @@ def lightning(kind: str, folder: str) -> bytes:
     return checked(*ends, torch.load(saved, weights_only=True)["optimizer_states"][0], said)
 
 
+def arguments_of(folder: str, steps: int = LAST) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=BATCH, save_steps=SAVED, report_to=[],
+        use_cpu=True, disable_tqdm=True, logging_steps=1, max_grad_norm=0.1, ddp_find_unused_parameters=False,
+    )  # fmt: skip
+
+
 def trainer_of(kind: str, folder: str, stops: bool = False) -> Any:
-    from transformers import TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback
 
     from onebit.integrations.transformers import OneBitTrainer
 
@@ -228,10 +239,7 @@ def trainer_of(kind: str, folder: str, stops: bool = False) -> Any:
                 raise Interrupted
 
     model = Tiny()
-    arguments = TrainingArguments(
-        folder, max_steps=LAST, per_device_train_batch_size=BATCH, save_steps=SAVED, report_to=[],
-        use_cpu=True, disable_tqdm=True, logging_steps=1, max_grad_norm=0.1, ddp_find_unused_parameters=False,
-    )  # fmt: skip
+    arguments = arguments_of(folder)
     trainer = OneBitTrainer(model, arguments, train_dataset=Waves(), optimizers=optimizer_and_schedule(kind, model))
     trainer.add_callback(Interruption())
     return trainer
@@ -255,6 +263,15 @@ def transformers(kind: str, folder: str) -> bytes:
     return checked(*ends, torch.load(f"{saved}/optimizer.pt", weights_only=True), said)
 
 
+def set_variables(rank: int, size: int) -> None:
+    """Set those that torchrun sets, and one that keeps Accelerate off a GPU."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
+        "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+
+
 def needs(work: Callable[[str, str], bytes]) -> Any:
     missing = [name for name in {work.__name__, "accelerate"} if find_spec(name) is None]
     reason = f"needs {', '.join(missing)}: pip install 'onebit[integrations]'"
@@ -268,13 +285,34 @@ def test_a_run_goes_on_bit_for_bit_from_the_loops_checkpoint(
     rank: int, size: int, work: Callable[[str, str], bytes], kind: str, tmp_path: Path
 ) -> bytes:
     """Whatever is saved is synchronized, or a warning were an error."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none",
-        "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
+    set_variables(rank, size)
     with on_warnings(**MISSED):
         return work(kind, str(tmp_path))
+
+
+@pytest.mark.parametrize("work", [needs(transformers)])
+@on_ranks(2, once=True)
+def test_the_callback_of_the_docs_goes_on_bit_for_bit_under_adamw(rank: int, size: int, work: Any, tmp_path: Path):
+    from transformers import Trainer
+
+    set_variables(rank, size)
+    page = (Path(__file__).parents[3] / "docs/usage.md").read_text(encoding="utf-8")
+    (callback,) = re.findall(r"```python\n(class Compress\(.*?)```", page, re.S)
+
+    def trained(name: str, steps: int = LAST, resume: bool = False) -> bytes:
+        model = Tiny()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = LinearLR(optimizer, 1.0, 0.1, total_iters=LAST)
+        arguments = arguments_of(f"{tmp_path}/{name}", steps)
+        trainer = Trainer(model, arguments, train_dataset=Waves(), optimizers=(optimizer, schedule))
+        exec(callback, {**sys.modules, "trainer": trainer})
+        trainer.train(resume_from_checkpoint=resume)
+        return bits(model.parameters())
+
+    undisturbed = trained("undisturbed")
+    trained("ended", SAVED)
+    assert trained("ended", resume=True) == undisturbed
+    return undisturbed
 
 
 @pytest.mark.parametrize(
