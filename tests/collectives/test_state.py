@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from onebit.collectives import CompressedAllReduce
+from onebit.collectives.direct import Direct
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport.protocol import LocalTransport
 from onebit.collectives.two_phases import TwoPhases
 from onebit.kernels.data.layout import Layout
+from onebit.kernels.data.wire import Format
 from tests.collectives import steps, work
 from tests.collectives.steps import Case
 from tests.onebit.runs import on_ranks, same, snapshot
@@ -208,6 +210,21 @@ def test_other_dtypes_are_loaded_too_and_nothing_is_shared_with_the_state():
 def test_an_exchange_wants_a_layout_for_its_group():
     with pytest.raises(ValueError, match="cut for 2 ranks, the group has 1"):
         TwoPhases(Topology.of(LocalTransport()), Layout([100], ranks=2), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("exchange_class", [TwoPhases, Direct])
+def test_messages_stand_for_zeros_before_the_first(exchange_class, monkeypatch):
+    """A momentum is read from them."""
+    empty = Format.empty
+
+    def filled(*args):
+        messages = empty(*args)
+        messages.buffer.fill_(255)
+        return messages
+
+    monkeypatch.setattr(Format, "empty", filled)
+    exchange = exchange_class(Topology.of(LocalTransport()), Layout([100]), torch.device("cpu"))
+    assert not any(each.buffer.any() for each in (exchange.sent, exchange.replies, exchange.chunks[0].own_reply))
 
 
 def test_an_all_reduce_that_is_built_and_loaded_under_inference_mode():
