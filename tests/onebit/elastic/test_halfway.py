@@ -377,6 +377,7 @@ def be_late(rank: int, size: int, behind: int) -> Any:
     params, optimizer = case.made(group())
     for step in range(1, (11, 11 - behind, 9)[rank]):
         take(case, rank, optimizer, params, step)
+        torch._foreach_mul_([p.data for p in params], 0.9)  # as users do with weights: also right after a sync
     if rank == 2:
         return None
     onebit.reform(optimizer, group(2))
