@@ -365,7 +365,7 @@ def test_messages_in_flight_are_taken_back_whatever_their_error_and_their_groups
 
 @pytest.mark.parametrize("behind", [2, 3])
 def test_a_rank_that_is_local_steps_behind_leaves_them_out(behind: int) -> None:
-    """Also all since the last sync: it takes part in the next, after which all have the same parameters."""
+    """A rank that missed all since the last sync takes part in the next, after which all have the same parameters."""
     one, other = run_ranks(3, be_late, behind)[:2]
     assert one["steps"] == other["steps"] == [10, 14]
     assert one["skipped"] == 0 and other["skipped"] == behind
