@@ -17,6 +17,7 @@ import onebit
 from onebit.collectives import CompressedAllReduce
 from onebit.collectives.topology import Topology
 from onebit.collectives.transport import transport_for
+from tests.onebit.runs import on_warnings
 from tests.streams.device import Device
 from tests.streams.hosts import Clock, take_over
 from tests.streams.recorder import Stream
@@ -126,7 +127,8 @@ def with_hook(device: Device) -> None:
         train(optimizer, ddp, steps=6)
         compression.synchronize()
         compression.load_state_dict(compression.state_dict())
-    assert compression.state_dict()["residuals"].keys() == dict(model.named_parameters()).keys()
+    with on_warnings("error", message="state_dict"):  # that residuals are zero
+        assert compression.state_dict()["sent"] > 0
 
 
 def tensors_alone(device: Device, levels: str = "one level", **options: Any) -> None:
