@@ -215,9 +215,9 @@ def _narrow(target, values, dtype):
 
 @routine
 def put(values, address, dtype, offset, valid, scratch):
-    """Write a block's fp32 values to its tensor, where there is one and they are not there already."""
+    """Write a block's fp32 values to its tensor, where they are not there already."""
     base, full = address + (4 if dtype == FP32 else 2) * offset, valid // WIDTH * WIDTH
-    if address == 0 or values == base:
+    if values == base:
         return
     if dtype == FP32:
         copy(base, values, 4 * valid)
