@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -67,6 +68,17 @@ def test_the_mean_of_gradients_with_noise_has_the_norm_that_full_steps_have_show
     known.compressed_step(local, taken, senders)
     torch.testing.assert_close(known.of_mean(local, senders), full, rtol=1e-6, atol=0)
     torch.testing.assert_close(known.of_mean(9 * local, senders), 9 * full, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("squares", "flag"), [(0.0, 0), (math.inf, 0), (3.0, 1)])
+def test_a_step_whose_squares_are_0_or_infinite_or_that_is_not_taken_tells_nothing(squares: float, flag: int) -> None:
+    known, two = MeanNorm(torch.device("cpu")), torch.full((1,), 2.0, dtype=torch.float64)
+    for each in (known.full_step, known.compressed_step):
+        each(two, torch.zeros(1, dtype=torch.int32), 2)
+    before = known.numbers.tolist()
+    for each in (known.full_step, known.compressed_step):
+        each(torch.full_like(two, squares), torch.full((1,), flag, dtype=torch.int32), 2)
+        assert known.numbers.tolist() == before
 
 
 def test_with_another_number_of_senders_the_norm_of_full_steps_is_not_known() -> None:
