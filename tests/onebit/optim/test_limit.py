@@ -96,6 +96,17 @@ def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shap
         assert usual(other) == expected
 
 
+def test_momentum_that_no_message_has_is_as_large_where_it_is_negative() -> None:
+    optimizer = onebit.ZeroOneAdam([nn.Parameter(torch.zeros(200))], update_limit=0.1, **LOCAL)
+    for _ in range(7):
+        step_by(optimizer, torch.randn_like)
+    [reducer] = internals.reducers(optimizer)
+    hyper, m = internals.hyper(optimizer), torch.ones(reducer.state.layout.elements)
+    m[0] = 3.0
+    factors = [float(reducer.limit.of_dense(hyper, each, torch.ones(1))) for each in (m, -m)]
+    assert 0 < factors[0] == factors[1] < 1
+
+
 def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
     net = nn.Linear(20, 20, bias=False)
     optimizer = onebit.OneBitAdam(net.parameters(), lr=1e-6, freeze_step=10)
