@@ -28,7 +28,7 @@ from onebit.kernels.streams import capturing
 from onebit.kernels.tuning import cache
 from onebit.kernels.tuning.machine import device_name, versions
 from onebit.kernels.tuning.timing import Timing, timing
-from onebit.kernels.tuning.workload import Bound, Workload
+from onebit.kernels.tuning.workload import OF_SHARD, Bound, Workload
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,9 @@ def tune(
 
 def kernel_pass(kernel: str, device: torch.device, dtype: torch.dtype, elements: int = ELEMENTS) -> Bound:
     """The pass that runs `kernel` over `elements` elements."""
-    ranks = 8
-    of_shard = kernel in ("average_kernel", "average_codes_kernel")
-    numel = elements * ranks if of_shard else elements
-    return Workload(numel, device, dtype=dtype, ranks=ranks).passes(load("gpu"))[PASS_OF[kernel]]
+    ranks, name = 8, PASS_OF[kernel]
+    numel = elements * ranks if name in OF_SHARD else elements
+    return Workload(numel, device, dtype=dtype, ranks=ranks).passes(load("gpu"))[name]
 
 
 @contextmanager

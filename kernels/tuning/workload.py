@@ -28,6 +28,7 @@ OPTIONS = {
     "coeff_beta": 0.9, "min_coeff": 0.01, "max_coeff": 0.3, "between": None,
     "factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1,
 }  # fmt: skip
+OF_SHARD = ("average", "average_codes")  # passes that work on one shard
 # Fields, of a pass or of any, that Workload calls by another name.
 CALLED = {
     ("quantize", "residual"): "code_residual", ("quantize", "out"): "sent_codes",
@@ -144,7 +145,7 @@ class Workload:
         return round(each * int(span.counts().sum()))
 
     def _span_of(self, name: str) -> Span:
-        return self.shard if name in ("average", "average_codes") else self.span
+        return self.shard if name in OF_SHARD else self.span
 
     def unwritten(self, form: Format, rows: int) -> Messages:
         """Messages whose every scale is NaN."""

@@ -22,7 +22,7 @@ from onebit.kernels import backend
 from onebit.kernels.passes import PASSES
 from onebit.kernels.tuning.machine import device_name
 from onebit.kernels.tuning.timing import timing
-from onebit.kernels.tuning.workload import Workload
+from onebit.kernels.tuning.workload import OF_SHARD, Workload
 from perf.command import add_out, exit_status, make_folder
 from perf.kernels import local_step
 from perf.records import machine, provenance, slug, write_record
@@ -62,8 +62,8 @@ def measure(setting: Setting, progress: Progress) -> tuple[float, list[Row]]:
     for i, name in enumerate(PASSES, start=1):
         progress.tick(f"[{i}/{len(PASSES)}] {name}")
         copies.append(_copy_rate(setting))
-        # average works on one shard: a model that makes this shard as large as what the others work on.
-        numel = setting.elements * (RANKS if name == "average" else 1)
+        # A model whose shard is as large as what other passes work on.
+        numel = setting.elements * (RANKS if name in OF_SHARD else 1)
         workload = Workload(numel, setting.device, dtype=setting.dtype, ranks=RANKS)
         work = workload.passes(backend(setting.device))[name]
         timings[name] = work.bytes, timing(work.run, setting.device, setting.repeats).seconds

@@ -29,6 +29,7 @@ def test_a_run_writes_a_table_and_a_record(tmp_path, capsys):
     nbytes = {row["name"]: row["bytes"] for row in record["passes"]}
     assert nbytes["compress"] == 12.25 * 5000
     assert nbytes["average"] == 9.125 * 2 * 2048  # the first of 8 shards of 20 blocks, of 8 times as many elements
+    assert nbytes["average_codes"] == 8.5 * 2 * 2048
     for row in record["passes"]:
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
         assert row["percent_of_copy"] == pytest.approx(100 * row["gb_per_s"] / record["copy_gb_per_s"])
