@@ -92,6 +92,11 @@ def focus(product: str, tests: Collection[str]) -> set[str]:
     return chosen
 
 
+def finders() -> dict[str, list[str]]:
+    """Return the tests that have found faults in files of the product."""
+    return {product: [each for each in tests if "::" in each] for product, tests in _read(REACHED).items()}
+
+
 def put_first(finders: Mapping[str, list[str]]) -> None:
     """Write down the tests that have found faults in files of the product."""
     lines = dict(_read(REACHED))

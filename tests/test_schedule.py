@@ -44,6 +44,7 @@ def test_a_change_runs_what_found_faults_then_the_quick_then_a_case_of_each(monk
     files = {"tests/a.py": 5.0, "tests/b.py": 8.5, "tests/c.py": 0.2}
     schedule.SECONDS.write_text(json.dumps({"files": files, "slow": slow}))
     schedule.put_first({"kernels/cpu/adam.py": ["tests/b.py::z"]})
+    assert schedule.finders()["kernels/cpu/adam.py"] == ["tests/b.py::z"]
     monkeypatch.setattr(schedule, "FOCUS", budget)
     found = schedule.focus("kernels/cpu/adam.py", [*slow, "tests/c.py::quick"])
     assert {test.partition("::")[2] for test in found} == set(chosen)

@@ -50,7 +50,9 @@ def main() -> int:
     if options.record or not reached.exists():
         print("Recording what each test reaches", flush=True)
         reached.record(ROOT, TESTS, WORKERS)
+        found = schedule.finders()
         schedule.write_reached(reached.files_for())
+        schedule.put_first({product: [*filter(reached.is_there, tests)] for product, tests in found.items()})
     results = OUT / "results.jsonl"
     mutants = [m for m in sample(ROOT, options.count, options.seed) if m.path.startswith(options.only)]
     run(mutants, reached, results, 60 * options.minutes)
@@ -119,6 +121,7 @@ def attempt(mutant: Mutant, tree: Tree, reached: Reached) -> tuple[str, str]:
     tests = reached.tests_of(mutant.path, mutant.function, mutant.line, MOST)
     if not tests:
         return "unreached", ""
+    tests = list(dict.fromkeys([*filter(reached.is_there, schedule.finders().get(mutant.path, ())), *tests]))
     path = tree.root / mutant.path
     before = path.read_bytes()
     path.write_bytes(mutant.applied(before))

@@ -96,6 +96,10 @@ class Reached:
             self._known[test] = run(test)
         return self._known[test]
 
+    def is_there(self, test: str) -> bool:
+        """Return whether a test was recorded, and is not known to fail where nothing is wrong."""
+        return test in self.seconds and self._known.get(test, True)
+
     def _reaching(self, paths: set[str]) -> tuple[set[str], set[str]]:
         """The tests that reach some files or, where none does, files that import them; and which files these are."""
         seen: set[str] = set()
