@@ -1,15 +1,15 @@
-"""Figures of the convergence study: curves with the range over seeds, and distances to the baseline."""
+"""Figures of the convergence study: curves with the range over seeds, distances to the baseline, rates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from perf import plots
-from perf.convergence.plan import BITS, FAMILIES, TASKS, VARIANTS, family_of
-from perf.convergence.records import Records, losses
+from perf.convergence.plan import BITS, FAMILIES, RATES, TASKS, USUAL, VARIANTS, family_of, points
+from perf.convergence.records import Records, bytes_sent, losses
 from perf.convergence.records import differences as differences_between
 
 COLORS = {  # of what is drawn as a curve
@@ -40,6 +40,8 @@ def draw(out: Path, task: str, runs: Mapping[str, Records]) -> Path:
     title = TASKS[task].title
     of_family = {f: {v: r for v, r in runs.items() if family_of(v) == f} for f in FAMILIES}
     panels = [curves(f"{VARIANTS[f]}: {TASKS[task].measure}", own) for f, own in of_family.items() if own]
+    if all("sent" in record for records in runs.values() for record in records.values()):
+        panels.append(over_bytes(runs))
     return plots.save(out / f"{task}.png", [*panels, differences(runs)], title)
 
 
@@ -64,6 +66,48 @@ def curves(title: str, runs: Mapping[str, Records]) -> plots.Draw:
             room = 0.15 * (max(late) - min(late))
             axes.set_ylim(min(late) - room, max(late) + room)
         _finish(axes, title=title, xlabel="step", ylabel="loss")
+
+    return panel
+
+
+def over_bytes(runs: Mapping[str, Records]) -> plots.Draw:
+    """The first seed's loss over what a rank has sent."""
+
+    def panel(axes: Any) -> None:
+        for variant in filter(runs.__contains__, COLORS):
+            record = next(iter(runs[variant].values()))
+            sent = [bytes_sent(record, *then) / 1e9 for _, *then in record["sent"]]
+            axes.plot(sent, [loss for _, loss in record["valid"]], label=VARIANTS[variant], color=COLORS[variant])
+        axes.set_xscale("log")
+        _finish(axes, title="The same over bytes", xlabel="GB that a rank has sent", ylabel="loss")
+
+    return panel
+
+
+def draw_rates(out: Path, task: str, swept: Mapping[str, Mapping[str, Records]], runs: Mapping[str, Records]) -> Path:
+    tried = [variant for variant in COLORS if any(variant in at for at in swept.values())]
+    at_rates = {label: runs if label == USUAL else swept.get(label, {}) for label in points(TASKS[task], RATES)}
+    panels = [
+        rates(at_rates, own, TASKS[task].lr[family])
+        for family in FAMILIES
+        if (own := [variant for variant in tried if family_of(variant) == family])
+    ]
+    return plots.save(out / f"{task}-rates.png", panels, f"{TASKS[task].title}: final loss over the learning rate")
+
+
+def rates(at_rates: Mapping[str, Mapping[str, Records]], variants: Sequence[str], rate: float) -> plots.Draw:
+    """The mean over seeds as a line, their range as a band."""
+
+    def panel(axes: Any) -> None:
+        for variant in variants:
+            at = [(i, losses(runs[variant])) for i, runs in enumerate(at_rates.values()) if variant in runs]
+            x, color = [i for i, _ in at], COLORS[variant]
+            axes.plot(x, [mean(each) for _, each in at], label=VARIANTS[variant], color=color, marker="o")
+            axes.fill_between(
+                x, [min(each) for _, each in at], [max(each) for _, each in at], color=color, alpha=0.2, lw=0
+            )
+        axes.set_xticks(range(len(at_rates)), list(at_rates))
+        _finish(axes, xlabel=f"learning rate, times {rate:g}", ylabel="loss")
 
     return panel
 

@@ -92,12 +92,14 @@ ONE_SEED = ("local_16_adam", "local_16_unbiased_adam")
 EVENTS = ("x 100", "x 30")  # from the middle on; for a quarter of the steps after it
 LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
-REPLY, RANKS, FREEZES = "reply", "ranks", "freeze"
+REPLY, RANKS, FREEZES, RATES = "reply", "ranks", "freeze", "lr"
+USUAL = "x 1"  # learning rate
 MORE = 3  # ranks
 DEFAULTS = {  # what the optimizers do by default: of 2 ranks, and of more
     2: ("direct_unbiased_adam", "direct_zero_one_unbiased_adam", "direct_unbiased_lamb"),
     MORE: ("unbiased_adam", "zero_one_unbiased_adam", "unbiased_lamb"),
 }
+TRIED_IN_EVENTS = ("direct_unbiased_unlimited_lamb", "local_16_unbiased_adam")
 FOUR_BITS = "bits_4_adam"  # over ranks, too
 SWEEPS = {
     REPLY: "replies of 1 bit or direct, over ranks",
@@ -105,7 +107,7 @@ SWEEPS = {
     "event": "gradients that grow, not clipped",
     FREEZES: "share of the steps in stage 1",
     "batch": "global batch, the same steps and rate",
-    "lr": "learning rate, times the task's",
+    RATES: "learning rate, times the task's",
     "save": "runs that are saved, and go on from what was saved",
 }
 FREEZE = {"adam": 0.2, "lamb": 0.3}  # share of the steps, by family that has stages
@@ -130,9 +132,10 @@ TASKS: dict[str, Task] = {
             sweeps=("reply", "ranks", "event", "freeze", "batch", "lr", "save"), families=("adam", "lamb", "muon"),
         ),
         LanguageModel(
-            "lm-long", "The same language model in 3,000 steps",
+            "lm-long", "A larger language model in 10,000 steps",
             "runs of many steps, of which few are in full precision", "one seed",
-            steps=3000, batch=32, lr={"adam": 4e-3}, chosen="that of 600 steps", families=("adam",),
+            steps=10_000, batch=16, lr={"adam": 1e-3}, chosen="set before any run", families=("adam",),
+            variants=("adam", *DEFAULTS[2][:2]), save_every=1000, width=256, layers=4,
         ),
         Images(
             "images", "ResNet-8",
@@ -141,7 +144,7 @@ TASKS: dict[str, Task] = {
             "1,024, and stage 1 in 6.5 % and 8 % of the steps; for validation the statistics of batch norms are "
             "averaged over ranks",
             steps=400, batch=128, lr={"adam": 8e-3, "lamb": 4e-2, "sgd": 0.1}, chosen=CHOSEN, accuracy=True,
-            sweeps=("reply", "ranks", "freeze", "lr"), families=("adam", "lamb", "sgd"),
+            sweeps=("reply", "ranks", "freeze"), families=("adam", "lamb", "sgd"),
         ),
         Masked(
             "mlm", "BERT, masked words",
@@ -151,7 +154,7 @@ TASKS: dict[str, Task] = {
             steps=300, batch=16, lr={"adam": 5e-4, "lamb": 5e-3},
             chosen="Adam's set before any run; LAMB's the best of four, factors of 2 apart, in 100 steps of 32 on one "
             "rank and another seed",
-            sweeps=("reply", "event", "freeze"),
+            sweeps=("reply", "event", "freeze", "lr"),
         ),
         Samples(
             "gan", "DCGAN, distance of samples",
@@ -191,7 +194,7 @@ class Run:
     def standard(cls, task: str, variant: str, seed: int) -> Run:
         t, family = TASKS[task], family_of(variant)
         freeze = round(t.steps * FREEZE[family]) if has_stages(variant) else None
-        return cls(task, variant, seed, 2, t.steps, t.batch, t.lr[family], freeze)
+        return cls(task, variant, seed, 2, t.steps, t.batch, t.lr[family], freeze, save_every=t.save_every)
 
     @property
     def name(self) -> str:
@@ -244,7 +247,7 @@ def points(task: Task, sweep: str) -> dict[str, dict[str, Any]]:
         case "freeze":
             return {"10 %": {"freeze": 0.1}, "standard": {}, "50 %": {"freeze": 0.5}, "auto": {"freeze": "auto"}}
         case "lr":
-            return {"x 0.5": {"lr": 0.5}, "x 1": {}, "x 2": {"lr": 2.0}, "x 4": {"lr": 4.0}}
+            return {"x 0.5": {"lr": 0.5}, USUAL: {}, "x 2": {"lr": 2.0}, "x 4": {"lr": 4.0}}
     raise ValueError(f"sweep {sweep!r}: choose among {(MAIN, *SWEEPS)}")
 
 
@@ -269,7 +272,7 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
     labels, baselines = list(points(task, sweep)), [family for family in task.families if family in FREEZE]
     match sweep:
         case "main":
-            found = [(v, "") for v in VARIANTS if v not in BETA1 or task.betas != Task.betas]
+            found = [(v, "") for v in task.variants or VARIANTS if v not in BETA1 or task.betas != Task.betas]
         case "reply":
             found = [(v, label) for f in baselines for v in (f, f"onebit_{f}", f"direct_{f}") for label in labels]
         case "save":
@@ -278,7 +281,9 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
         case "ranks":  # the baseline does not depend on their number
             found = [*((v, labels[0]) for v in baselines)]
             found += [(v, label) for label in labels for v in (*DEFAULTS[2 if label == "2" else MORE], FOUR_BITS)]
-        case "event" | "lr":
+        case "event":
+            found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2], *TRIED_IN_EVENTS)]
+        case "lr":
             found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2])]
         case _:
             found = [(v, label) for v in SWEPT for label in labels]

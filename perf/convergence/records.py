@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from perf.convergence.plan import FAMILIES, TASKS, VARIANTS, Run, cases, family_of, points
+from perf.convergence.runs import full_step_bytes
 from perf.records import read_record
 
 Record = Mapping[str, Any]
@@ -51,6 +52,14 @@ def sweep_runs(out: Path, task: str, sweep: str) -> dict[str, dict[str, Records]
         if run != standard and (records := found(out, run)):
             table[label][variant] = records
     return {label: runs for label, runs in table.items() if not runs.keys() <= set(FAMILIES)}
+
+
+def bytes_sent(record: Record, uncompressed: int, of_others: float) -> float:
+    """Bytes that a rank has sent in so many uncompressed steps and, `of_others`, in compressed ones: padding left
+    out."""
+    numel = record["elements"]
+    full = full_step_bytes(numel, record["config"]["ranks"])
+    return full * uncompressed + of_others * numel / record["padded"]
 
 
 def bits_sent(record: Record) -> float:

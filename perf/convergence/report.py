@@ -16,6 +16,7 @@ from perf.convergence.plan import (
     FREEZES,
     MAIN,
     RANKS,
+    RATES,
     REPLY,
     SWEEPS,
     TASKS,
@@ -26,13 +27,13 @@ from perf.convergence.records import (
     Record,
     Records,
     bits_sent,
+    bytes_sent,
     differences,
     every_record,
     losses,
     main_runs,
     sweep_runs,
 )
-from perf.convergence.runs import full_step_bytes
 from perf.convergence.tasks import Task
 from perf.records import read_record
 from perf.tables import markdown
@@ -121,9 +122,8 @@ def fewer_bytes(record: Record) -> float:
 
     Stage 1 and the baseline: 2 (N-1)/N times 4 bytes an element and step, a ring all-reduce's.
     """
-    config, numel, uncompressed = record["config"], record["elements"], record["uncompressed_steps"]
-    full = full_step_bytes(numel, config["ranks"], 32)
-    return full * config["steps"] / (full * uncompressed + record["compressed_bytes"] * numel / record["padded"])
+    sent = bytes_sent(record, record["uncompressed_steps"], record["compressed_bytes"])
+    return bytes_sent(record, record["config"]["steps"], 0.0) / sent
 
 
 SENT: dict[str, Callable[[Record], str]] = {
@@ -203,9 +203,15 @@ def section(out: Path, docs: Path, task: str, runs: Mapping[str, Records]) -> It
     yield f"## {TASKS[task].title}\n\n{settings(task, runs)}\n\n    {command(task, list(swept), seeds)}"
     yield main_table(task, runs)
     if plots.available():
-        yield f"![{TASKS[task].title}]({os.path.relpath(figures.draw(out, task, runs), docs.parent)})"
+        yield picture(TASKS[task].title, figures.draw(out, task, runs), docs)
     for sweep, points in swept.items():
         yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, points, runs)}"
+        if sweep == RATES and plots.available():
+            yield picture("Learning rates", figures.draw_rates(out, task, points, runs), docs)
+
+
+def picture(title: str, path: Path, docs: Path) -> str:
+    return f"![{title}]({os.path.relpath(path, docs.parent)})"
 
 
 def counted_volume(out: Path) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -39,12 +40,14 @@ from perf.convergence.plan import (
     family_of,
 )
 from perf.convergence.tasks import Items, Prepared, Task
+from perf.convergence.virtual import VirtualRank
 
 Show = Callable[[int, float], None]  # steps done, training loss
 WEIGHT_DECAY = 0.01
 SGD = {"momentum": 0.9, "weight_decay": 5e-4}
 LR_WARMUP = 0.1  # of the steps
 VALIDATIONS, RECORDS = 10, 50  # a run
+MOST_APART = 250  # steps between validations
 BUILDING = threading.Lock()  # torch changes a class when its first optimizer is built
 OURS = {"adam": OneBitAdam, "lamb": OneBitLamb}
 TORCHS: dict[str, Callable[..., torch.optim.Optimizer]]
@@ -170,55 +173,120 @@ def validate(task: Task, model: nn.Module, valid: Items, transport: Transport) -
     return found
 
 
-def train(run: Run, prepared: Prepared, model: nn.Module, transport: Transport, show: Show) -> dict[str, Any]:
-    """The record of a run."""
-    task = TASKS[run.task]
-    with BUILDING:
-        optimizers = [build_part(run, task, part, transport) for part in task.parts(model)]
-    optimizer = optimizers[0]
-    for each in optimizers if run.event else ():
-        each.register_step_pre_hook(lambda each, *_: enlarge_gradients(each, event_factor(run, step)))
-    some = tuple(x[::4] for x in prepared.valid)  # for the curve; the final loss is of all
-    train_curve, valid_curve, ratio_curve = [], [], []
-    start, since, counted = time.perf_counter(), [], Counter[str]()
-    for step in range(1, run.steps + 1):
-        items, generator = batch_of(prepared.train, run, step - 1)
-        for group in (group for each in optimizers for group in each.param_groups):
-            group["lr"] = lr_at(run, step)
-        loss = task.step(model, optimizers, share(task.draw(items, generator), transport.rank, transport.size))
-        counted[sends(optimizer)] += 1
-        if run.save_every and step % run.save_every == 0:
-            for each in optimizers:
-                if isinstance(each, OneBitOptimizer):
-                    each.synchronize()
-        since.append(loss.item())
-        if step % max(1, run.steps // RECORDS) == 0:
-            train_curve.append((step, mean_over_ranks([sum(since) / len(since)], transport)[0]))
-            since = []
-            if transport.rank == 0:
-                show(*train_curve[-1])
-        if step % max(1, run.steps // VALIDATIONS) == 0:
-            with ExitStack() as at_syncs:  # where all ranks have the same parameters
-                for each in optimizers:
-                    if isinstance(each, OneBitOptimizer):
-                        at_syncs.enter_context(each.at_last_sync())
-                valid_curve.append((step, validate(task, model, some, transport)[0]))
-            if isinstance(optimizer, OneBitLamb) and optimizer.compressing:
-                ratio_curve.append((step, *ratios(optimizer)))
-    for each in optimizers:
-        if isinstance(each, OneBitOptimizer):
-            each.synchronize()
+@dataclass
+class SoFar:
+    """How far a run has come."""
+
+    step: int = 0
+    seconds: float = 0.0
+    uncompressed: int = 0  # steps
+    since: list[float] = field(default_factory=list)  # losses of steps that no curve has
+    train: list[tuple[int, float]] = field(default_factory=list)
+    valid: list[tuple[int, float]] = field(default_factory=list)
+    ratio: list[tuple[float, ...]] = field(default_factory=list)
+    sent: list[tuple[int, int, float]] = field(default_factory=list)  # step, uncompressed steps, bytes of the others
+
+
+def train(
+    run: Run, prepared: Prepared, model: nn.Module, transport: VirtualRank, show: Show, kept: Path
+) -> dict[str, Any]:
+    """The record of a run. Each `save_every` steps it is saved in `kept`, and goes on with new optimizers that load
+    what is there; so does a run that was interrupted."""
+    task, so_far = TASKS[run.task], SoFar()
+    while so_far.step < run.steps:
+        start = time.perf_counter()
+        with BUILDING:
+            optimizers = [build_part(run, task, part, transport) for part in task.parts(model)]
+        if (saved := load(run, kept)) is not None:
+            so_far = SoFar(**saved["so_far"])
+            model.load_state_dict(saved["model"])
+            for each, state in zip(optimizers, saved["optimizers"], strict=True):
+                each.load_state_dict(state)
+        stop = min(run.steps, so_far.step + (run.save_every or run.steps))
+        train_on(run, stop, prepared, model, optimizers, transport, show, so_far)
+        so_far.seconds += time.perf_counter() - start
+        if stop < run.steps:
+            save(run, kept, model, optimizers, transport, so_far)
     final_loss, accuracy = validate(task, model, prepared.valid, transport)
     return {
         "data": prepared.about,
         "loss": final_loss,
         "accuracy": accuracy if task.accuracy else None,
-        "train": train_curve,
-        "valid": valid_curve,
-        "ratio": ratio_curve,
-        "seconds": time.perf_counter() - start,
-        **volume(run, task.parts(model), optimizers, counted["uncompressed"], transport),
+        "train": so_far.train,
+        "valid": so_far.valid,
+        "ratio": so_far.ratio,
+        "sent": so_far.sent,
+        "seconds": so_far.seconds,
+        **volume(run, task.parts(model), optimizers, so_far.uncompressed, transport),
     }
+
+
+def train_on(
+    run: Run,
+    stop: int,
+    prepared: Prepared,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    transport: Transport,
+    show: Show,
+    so_far: SoFar,
+) -> None:
+    """Train up to step `stop`, after which all ranks have the same state."""
+    task, optimizer = TASKS[run.task], optimizers[0]
+    ours = [each for each in optimizers if isinstance(each, OneBitOptimizer)]
+    for each in optimizers if run.event else ():
+        each.register_step_pre_hook(lambda each, *_: enlarge_gradients(each, event_factor(run, step)))
+    some = tuple(x[::4] for x in prepared.valid)  # for the curve; the final loss is of all
+    for step in range(so_far.step + 1, stop + 1):
+        items, generator = batch_of(prepared.train, run, step - 1)
+        for group in (group for each in optimizers for group in each.param_groups):
+            group["lr"] = lr_at(run, step)
+        loss = task.step(model, optimizers, share(task.draw(items, generator), transport.rank, transport.size))
+        so_far.uncompressed += sends(optimizer) == "uncompressed"
+        so_far.since.append(loss.item())
+        if step % max(1, run.steps // RECORDS) == 0:
+            so_far.train.append((step, mean_over_ranks([sum(so_far.since) / len(so_far.since)], transport)[0]))
+            so_far.since.clear()
+            if transport.rank == 0:
+                show(*so_far.train[-1])
+        if step % max(1, min(run.steps // VALIDATIONS, MOST_APART)) == 0:
+            with ExitStack() as at_syncs:  # where all ranks have the same parameters
+                for each in ours:
+                    at_syncs.enter_context(each.at_last_sync())
+                so_far.valid.append((step, validate(task, model, some, transport)[0]))
+            sent = compressed_bytes(optimizers, step - so_far.uncompressed, transport) if run.ranks > 1 else 0.0
+            so_far.sent.append((step, so_far.uncompressed, sent))
+            if isinstance(optimizer, OneBitLamb) and optimizer.compressing:
+                so_far.ratio.append((step, *ratios(optimizer)))
+    so_far.step = stop
+    for each in ours:
+        each.synchronize()
+
+
+def save(
+    run: Run,
+    kept: Path,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    transport: VirtualRank,
+    so_far: SoFar,
+) -> None:
+    """Rank 0 writes for all: their states are the same."""
+    if transport.rank == 0:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        states = [each.state_dict() for each in optimizers]
+        found = {"config": run.config, "so_far": vars(so_far), "model": model.state_dict(), "optimizers": states}
+        torch.save(found, partial := kept.with_suffix(".part"))
+        partial.replace(kept)
+    transport.wait_for_all()
+
+
+def load(run: Run, kept: Path) -> Any:
+    """What `save` has written, where it is of these settings."""
+    if not run.save_every or not kept.exists():
+        return None
+    saved = torch.load(kept, weights_only=True)
+    return saved if saved["config"] == run.config else None
 
 
 def ratios(optimizer: OneBitLamb) -> list[float]:

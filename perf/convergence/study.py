@@ -32,6 +32,7 @@ from perf.convergence.virtual import one_thread_a_rank, run_ranks
 from perf.records import RESULTS, load_average, machine, provenance, write_record
 
 QUICK = {"tasks": ["quick"], "sweeps": [MAIN], "seeds": 2, "out": Path("build/convergence")}
+KEPT = Path("build/convergence/kept")  # runs that are saved on their way
 STANDARD = {"tasks": ["lm", "images"], "sweeps": [MAIN, *SWEEPS], "seeds": 3, "out": RESULTS / "convergence"}
 
 
@@ -64,11 +65,13 @@ class Study:
                 self.progress.show(f"{title}: step {step} of {run.steps}, loss {loss:.3f}, {spent:.0f} s")
 
         load = load_average()
-        found = launch(run, data, show)
+        kept = KEPT / run.task / f"{run.name}.pt"
+        found = launch(run, data, show, kept)
         record = {"config": run.config, **found, **machine(), "load_before": load, **provenance()}
         path = record_path(self.out, run)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_record(path, record, indent=None)
+        kept.unlink(missing_ok=True)
 
     def prepared_data(self, task: str) -> Path:
         """A file of what torch.save makes of Prepared's fields."""
@@ -80,13 +83,14 @@ class Study:
         return path
 
 
-def launch(run: Run, data: Path, show: Show) -> Mapping[str, Any]:
-    """Rank 0's record; `data` is a file that torch.save made of Prepared's fields."""
+def launch(run: Run, data: Path, show: Show, kept: Path) -> Mapping[str, Any]:
+    """Rank 0's record; `data` is a file that torch.save made of Prepared's fields, `kept` one that the run may have
+    been saved in."""
     with one_thread_a_rank():
         prepared = Prepared(**torch.load(data, mmap=True, weights_only=True))
         torch.manual_seed(run.seed)
         model = TASKS[run.task].model(prepared).train()
-        return run_ranks(run.ranks, lambda rank: train(run, prepared, deepcopy(model), rank, show))[0]
+        return run_ranks(run.ranks, lambda rank: train(run, prepared, deepcopy(model), rank, show, kept))[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -51,6 +51,8 @@ class Task(ABC):
     families: tuple[str, ...] = ("adam", "lamb")
     betas: tuple[float, float] = (0.9, 0.999)
     measure: str = LOSS  # what is lower where a run is better
+    variants: tuple[str, ...] = ()  # of the main comparison; () for all of the families
+    save_every: int = 0  # steps, after which a run goes on from what is saved; 0 for never
 
     @abstractmethod
     def prepare(self, given: Path | None) -> Prepared: ...

@@ -22,8 +22,11 @@ from perf.convergence.data import DataMissing
 from perf.convergence.models import ResNet8
 from perf.convergence.plan import (
     BETA1,
+    DEFAULTS,
+    FREEZE,
     LAST_LAYER,
     MAIN,
+    MORE,
     ONE_SEED,
     SWEEPS,
     TASKS,
@@ -32,7 +35,7 @@ from perf.convergence.plan import (
     family_of,
     plan,
 )
-from perf.convergence.runs import SGD, batch_of, build_part, enlarge_gradients, event_factor, lr_at, sends, share
+from perf.convergence.runs import SGD, batch_of, build_part, enlarge_gradients, event_factor, lr_at, sends, share, train
 from perf.convergence.tasks import Prepared
 from perf.convergence.virtual import run_ranks as run_virtual_ranks
 from perf.lab.processes import RankFailed
@@ -82,6 +85,45 @@ def test_the_plan_has_every_run_once_the_main_comparison_first():
     assert all(run.freeze is None for run in plan(["gan"], [MAIN], 1, list(BETA1)))
 
 
+def test_what_is_saved_is_all_of_a_runs_state():
+    resumable = {*FREEZE, *DEFAULTS[2], *DEFAULTS[MORE]}
+    saved = [run for run in plan(list(TASKS), [MAIN, *SWEEPS], 1) if run.save_every]
+    assert {run.task for run in saved} == {"lm", "lm-long"} and {run.variant for run in saved} <= resumable
+
+
+@pytest.mark.parametrize("variant", ["adam", "direct_unbiased_adam", "direct_unbiased_lamb", "zero_one_unbiased_adam"])
+def test_a_run_that_is_interrupted_goes_on_from_what_is_saved(tmp_path, variant):
+    """It ends as one that was not, in whose pieces new optimizers load what the last ones have saved, too."""
+    task = replace(TASKS["quick"], width=32, vocabulary=32)
+    tokens = torch.randint(32, (64, task.length + 1), generator=torch.Generator().manual_seed(0))
+    given, run = Prepared((tokens,), (tokens[:16],), "noise"), Run.standard("quick", variant, 0)
+    run = replace(run, steps=14, batch=8, freeze=run.freeze and 4, save_every=5)
+    torch.manual_seed(0)
+    model = task.model(given)
+
+    def result(kept, run=run, last=run.steps):
+        def show(step, loss):
+            shown.append(step)
+            if step > last:
+                raise InterruptedError
+
+        shown = []
+        of_ranks = run_virtual_ranks(2, lambda rank: train(run, given, deepcopy(model), rank, show, kept))
+        return {**of_ranks[0], "seconds": 0, "shown": shown}
+
+    whole, interrupted = result(tmp_path / "whole.pt"), tmp_path / "interrupted.pt"
+    with pytest.raises(RankFailed):
+        result(interrupted, last=11)
+    assert torch.load(interrupted)["so_far"]["step"] == 10
+    rest = result(interrupted)
+    assert rest.pop("shown") == [11, 12, 13, 14] and whole.pop("shown") == [*range(1, 15)]
+    assert rest == whole and len(whole["train"]) == len(whole["valid"]) == len(whole["sent"]) == 14
+    at_once = result(tmp_path / "none.pt", replace(run, save_every=0))
+    alike = 14 if variant == "adam" else 5  # a synchronize changes what is sent next
+    assert at_once["valid"][:alike] == whole["valid"][:alike] and at_once["sent"] == whole["sent"]
+    result(interrupted, replace(run, lr=2 * run.lr), last=20)  # other settings begin anew
+
+
 def test_a_steps_batch_and_learning_rate_are_the_same_for_any_number_of_ranks():
     items = (torch.arange(100),)
     run = replace(RUN, batch=24)
@@ -126,7 +168,7 @@ def test_missing_data_are_one_line_that_says_how_to_get_them(tmp_path, monkeypat
 
 
 def study_of(out, monkeypatch, run):
-    monkeypatch.setattr(study, "launch", lambda r, data, show: run(r))
+    monkeypatch.setattr(study, "launch", lambda r, data, show, kept: run(r))
     monkeypatch.setattr(study.Study, "prepared_data", lambda self, task: Path())
     return study.Study(out, None, Progress())
 
@@ -174,16 +216,19 @@ def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
     docs = out / "convergence.md"
     for run in [*plan(["lm"], [MAIN], 3), *plan(["lm"], ["freeze"], 1)]:
         write(out, run, 2.0 + 0.01 * run.seed + (run.variant == report.NAIVE_START))
-    for run in plan(["lm"], ["ranks", "event"], 1):
-        if run.ranks == 32 or run.event == "x 100":
+    for run in plan(["lm"], ["ranks", "event", "lr"], 1):
+        if run.ranks == 32 or run.event == "x 100" or run.lr == 4 * TASKS["lm"].lr[family_of(run.variant)]:
             write(out, run, 1.9 if run.ranks == 32 else 4.0)
     (out / report.CONCLUSION).write_text("A person's words.\n")
     assert study.main(["--report", f"--out={out}"]) == 0 and str(docs) in capsys.readouterr().out
     page = docs.read_text()
-    assert "python -m perf.convergence --tasks lm --sweeps main,ranks,event,freeze --seeds 3" in page
-    ranks, event, freeze = (page.split(f"### {start}")[1].split("##")[0] for start in ("Ranks", "Grad", "Share"))
+    assert "python -m perf.convergence --tasks lm --sweeps main,ranks,event,freeze,lr --seeds 3" in page
+    parts = ("Ranks", "Grad", "Share", "Learn")
+    ranks, event, freeze, rates = (page.split(f"### {start}")[1].split("##")[0] for start in parts)
     assert "| 32 | -0.100 (1.02) | -0.100 (1.02) | -0.100 (1.02) | -0.100 (1.02) |" in ranks  # the baseline has 2
-    assert "| x 100 | 4.000 (1) | +0.000 | +0.000 | 4.000 (1) | +0.000 |" in event  # the baseline is that of the row
+    assert "| x 100 | 4.000 (1) | +0.000 | +0.000 | +0.000 | 4.000 (1) | +0.000 | +0.000 |" in event  # of this row
+    assert "| x 4 | 4.000 (1) | +0.000 | +0.000 | 4.000 (1) | +0.000 |" in rates and "x 1" not in rates
+    assert "](lm-rates.png)" in rates and (out / "lm-rates.png").exists()
     assert "| 50 % | +0.000 (300) | +0.000 (300) |" in freeze and "| standard |" not in page
     assert "](lm.png)" in page and (out / "lm.png").exists()
     top = ("in 3 of 3 comparisons", "naive from the start | **+1.000 ± 0.000** |", "\n\nA person's words.\n\n## How")
@@ -229,7 +274,7 @@ def test_virtual_ranks_compute_what_processes_do(kind, options):
 
 def test_a_rank_that_fails_ends_the_run(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
-        study.launch(RUN, tmp_path / "none.pt", lambda step, loss: None)
+        study.launch(RUN, tmp_path / "none.pt", lambda step, loss: None, tmp_path)
 
     def fail(transport):
         if transport.rank == 1:
