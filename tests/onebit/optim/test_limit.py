@@ -79,6 +79,17 @@ def test_a_full_step_that_is_skipped_leaves_the_limit_as_it_is() -> None:
     assert found[0] == found[1] and found[0][0][0] > 0
 
 
+def test_the_limit_is_by_the_variance_of_the_last_full_step() -> None:
+    p, source, lengths = nn.Parameter(torch.zeros(200)), torch.Generator().manual_seed(0), []
+    optimizer = onebit.ZeroOneAdam([p], lr=1.0, update_limit=0.1, var_update_scaler=1, block_size=32)
+    for step in range(1, 40):
+        before, by_messages = p.detach().clone(), optimizer.schedule.kind == "1 bit"
+        p.grad = step**2 * torch.randn(200, generator=source)
+        optimizer.step()
+        lengths += [float((p.detach() - before).square().mean().sqrt())] * by_messages
+    assert len(lengths) > 20 and lengths == pytest.approx([0.1] * len(lengths), rel=1e-5)
+
+
 def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shape() -> None:
     def built(block_size: int) -> Any:
         return onebit.OneBitAdam([nn.Parameter(torch.zeros(200))], freeze_step=2, block_size=block_size)
@@ -116,6 +127,24 @@ def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
             said = [text for text in texts if "gradients have grown" in text]
             assert len(said) == (step >= 20 + SHORTENED_FOR)
     assert "update_limit" in said[0] and "Clip gradients" in said[0]
+
+
+def test_a_local_step_is_limited_by_the_size_of_the_last_one_since_the_sync_or_by_that_of_the_sync() -> None:
+    """The first of each sync is left out: the second does not meet the size of the last one before the sync."""
+    p, source, lengths = nn.Parameter(torch.zeros(200)), torch.Generator().manual_seed(0), []
+    schedule = {"var_freeze_step": 6, "local_step_scaler": 4, "local_step_clipper": 4}
+    optimizer = onebit.ZeroOneAdam([p], lr=1.0, update_limit=0.1, **schedule)
+    after_sync = 0
+    for step in range(81):
+        before, p.grad = p.detach().clone(), 3**after_sync * torch.randn(200, generator=source)
+        if after_sync == 1:
+            p.grad[0] = float("nan")
+        if after_sync in (2, 3):  # the momentum grows to 1.2 times what it was after the sync, and stays so
+            p.grad = (3 if after_sync == 2 else 1) * internals.states(optimizer)[0].view("own_momentum", 0)
+        optimizer.step()
+        lengths += [float((p.detach() - before).square().mean().sqrt())] * (after_sync in (2, 3))
+        after_sync = step > 30 if optimizer.synchronized else after_sync + bool(after_sync)
+    assert len(lengths) > 10 and lengths == pytest.approx([0.12, 0.1] * (len(lengths) // 2), rel=0.01)
 
 
 def test_a_local_step_after_one_that_was_left_out_has_a_limit_too() -> None:
