@@ -56,6 +56,15 @@ def test_the_test_that_found_most_mutants_of_a_file_is_named_first(tmp_path):
     assert finders(mutants, found) == {"f.py": ["t.py::two", "t.py::one"]}
 
 
+def test_who_imports_a_file_is_known(tmp_path):
+    """The tests of compiled files are those of the files that import them."""
+    own = {path.relative_to(reach.ROOT).as_posix() for path in (reach.ROOT / "kernels" / "cpu").glob("*.py")}
+    imported = Reached(tmp_path).importers
+    passes = {path for path in own if "PASSES" in (reach.ROOT / path).read_text()} - {"kernels/cpu/__init__.py"}
+    assert passes <= imported["kernels/cpu/__init__.py"] and "kernels/cpu/zero_one.py" in passes
+    assert {"kernels/cpu/zero_one.py", "kernels/cpu/tiles.py"} <= imported["kernels/cpu/local_steps.py"]
+
+
 def test_a_sample_is_the_same_each_time_and_from_every_folder():
     one, again, other = sample(reach.ROOT, 60, 0), sample(reach.ROOT, 60, 0), sample(reach.ROOT, 60, 1)
     assert one == again

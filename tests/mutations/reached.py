@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
-import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
@@ -145,10 +145,12 @@ class Reached:
         found = {}
         for top in reach.PRODUCT:
             for path in sorted((reach.ROOT / top).rglob("*.py")):
-                text = path.read_text(encoding="utf-8")
-                names = re.findall(r"^\s*from (onebit[\w.]*|perf[\w.]*) import \(?([\w, \n]*)", text, re.M)
-                modules = {m for m, _ in names} | {f"{m}.{n.strip()}" for m, many in names for n in many.split(",")}
-                found[path.relative_to(reach.ROOT).as_posix()] = {_file(module) for module in modules}
+                nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                lines = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+                modules = {each.module for each in lines}
+                modules |= {f"{each.module}.{name.name}" for each in lines for name in each.names}
+                ours = {module for module in modules if module.split(".")[0] in ("onebit", "perf")}
+                found[path.relative_to(reach.ROOT).as_posix()] = {_file(module) for module in ours}
         return found
 
     def files_for(self) -> dict[str, list[str]]:
