@@ -45,8 +45,10 @@ VARIANTS = {
     DENSE: {"zero_one_full_kernel"},
 }
 WIDE = ("fp32", "fp32, tensor scale, masked, scaled", DENSE)  # others unpack what they read
-CODE = f"""
+CODE = rf"""
 import json
+import re
+import torch
 from onebit.kernels.gpu import aot
 variants = {VARIANTS!r}
 rows = aot.report(["sm_90"], lambda variant, kernel: kernel in variants.get(variant, ()))
@@ -59,11 +61,15 @@ with recorded() as launches:
     for each in Workload([20_000], block_size=MOST_BLOCK_SIZE, masked=True).passes(gpu).values():
         each.run()
 wanted = ("lamb_moments_kernel", "zero_one_local_kernel")
-largest = [aot.compile_launch(each, "sm_90") for each in launches if each.kernel.__name__ in wanted]
+those = [each for each in launches if each.kernel.__name__ in wanted]
+largest = [aot.compile_launch(each, "sm_90") for each in those]
 spilled = [aot.assembled(each).spilled for each in largest]
 free = {{name for each in launches for name, p in zip(each.kernel.arg_names, each.kernel.params)
          if p.do_not_specialize_on_alignment}}
-print(json.dumps([rows, spilled, sorted(free)]))
+said = [len(re.findall(r"!tt.ptr<\w+> {{tt.divisibility = 16", each.asm["ttir"])) for each in largest]
+aligned = [sum(isinstance(value, torch.Tensor) and name not in free for name, value in each.arguments.items())
+           for each in those]
+print(json.dumps([rows, spilled, sorted(free), [said, aligned]]))
 """
 
 
@@ -72,8 +78,8 @@ def test_kernels_compile_without_spills_and_every_fp32_stream_moves_16_bytes_an_
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=HUNG)
     assert result.returncode == 0, result.stderr[-4000:]
-    (*rows, of_amd), of_largest_blocks, any_alignment = json.loads(result.stdout)
-    assert of_largest_blocks == [0, 0]
+    (*rows, of_amd), of_largest_blocks, any_alignment, (said, aligned) = json.loads(result.stdout)
+    assert of_largest_blocks == [0, 0] and said == aligned and min(said) > 3
     assert set(any_alignment) >= {"flags", "sums", "counts", "live", "residual_partial", "least_root"}
     assert (of_amd["target"], of_amd["kernel"]) == ("gfx942", "compress_kernel")
     assert {row["target"] for row in rows} == {"sm_90"}
