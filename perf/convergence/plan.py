@@ -99,6 +99,7 @@ DEFAULTS = {  # what the optimizers do by default: of 2 ranks, and of more
     2: ("direct_unbiased_adam", "direct_zero_one_unbiased_adam", "direct_unbiased_lamb"),
     MORE: ("unbiased_adam", "zero_one_unbiased_adam", "unbiased_lamb"),
 }
+ONEBIT_LAMB = DEFAULTS[2][2]
 TRIED_IN_EVENTS = ("direct_unbiased_unlimited_lamb", "local_16_unbiased_adam")
 FOUR_BITS = "bits_4_adam"  # over ranks, too
 SWEEPS = {
@@ -285,6 +286,8 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
             found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2], *TRIED_IN_EVENTS)]
         case "lr":
             found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2])]
+        case "freeze":
+            found = [(v, label) for v in (*SWEPT, ONEBIT_LAMB) for label in labels]
         case _:
             found = [(v, label) for v in SWEPT for label in labels]
     return [(v, label) for v, label in found if family_of(v) in task.families]
