@@ -188,8 +188,9 @@ class collective_errors:
                 "that every rank makes, such as onebit.save?), or the network failed"
             )  # fmt: skip
             raise CollectiveError(
-                f"{self._phase} did not end: {why} ({self._name}: {_first_line(error)}). Go on with the ranks that are "
-                f"left (onebit.reform), or restart all from the last checkpoint; this group can't be used any more"
+                f"{self._phase} did not end: {why} ({self._name}: {_first_line(error)}). Restart all ranks from the "
+                f"last checkpoint, or let an optimizer of onebit go on with those that are left (onebit.reform); this "
+                f"group can't be used any more"
             ) from error
 
 
