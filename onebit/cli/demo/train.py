@@ -146,7 +146,7 @@ def train(settings: Settings, rank: int, device: torch.device) -> None:
         source = torch.Generator().manual_seed(1000 * settings.seed + rank)
         held_out = text.held_out(HELD_OUT)[rank :: settings.ranks].to(device)
         rate = measured_rate(link.bits, device) if link else None
-        _print_line(rank, Start(device.type, dist.get_backend(), runs[0].elements, rate))
+        print_line(rank, Start(device.type, dist.get_backend(), runs[0].elements, rate))
         for step in range(1, settings.steps + 1):
             windows = text.batch(BATCH, source).to(device)
             losses, seconds = zip(*(run.step(windows) for run in runs), strict=True)
@@ -154,9 +154,9 @@ def train(settings: Settings, rank: int, device: torch.device) -> None:
             if step % max(1, settings.steps // POINTS) == 0 or step in (1, settings.steps):
                 point = _mean([run.held_out_loss(held_out) for run in runs], device)
             means = _mean(list(losses), device)
-            _print_line(rank, Step(step, runs[1].compressing, means, list(seconds), sent, point))
+            print_line(rank, Step(step, runs[1].compressing, means, list(seconds), sent, point))
         reports = [str(run.optimizer.report()) for run in runs[1:] if isinstance(run.optimizer, OneBitOptimizer)]
-        _print_line(rank, End(reports, measured_rate(link.bits, device) if link else None))
+        print_line(rank, End(reports, measured_rate(link.bits, device) if link else None))
 
 
 def _compile_passes(settings: Settings, text: Text, device: torch.device) -> None:
@@ -215,7 +215,7 @@ def _mean(losses: list[Tensor], device: torch.device) -> list[float]:
     return [float(x) for x in total / dist.get_world_size()]
 
 
-def _print_line(rank: int, what: Start | Step | End) -> None:
+def print_line(rank: int, what: Start | Step | End) -> None:
     if rank == 0:
         print(MARK + json.dumps({type(what).__name__: asdict(what)}), flush=True)
 

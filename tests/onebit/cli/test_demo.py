@@ -25,7 +25,7 @@ from onebit.cli.demo.picture import plot
 from onebit.cli.demo.ranks import DemoError, Process, lines_of
 from onebit.cli.demo.record import Record
 from onebit.cli.demo.report import UNPACED, describe, progress_line, verdict
-from onebit.cli.demo.train import MARK, End, Settings, Start, Step, parse_line
+from onebit.cli.demo.train import End, Settings, Start, Step, parse_line, print_line
 from onebit.collectives.store import tcp_store
 from tests import forked
 from tests.limits import HUNG
@@ -287,10 +287,13 @@ def test_links_that_cannot_be_are_errors(monkeypatch, capsys):
     assert "'fast' is no rate: write a number and a unit" in capsys.readouterr().err
 
 
-def test_what_rank_0_prints_is_what_is_read():
+def test_what_rank_0_prints_is_what_is_read(capsys):
+    """Other ranks print nothing."""
     step = record().steps[0]
     assert parse_line("warning: something") is None
-    assert parse_line(MARK + json.dumps({"Step": asdict(step)})) == step
+    for rank in (0, 1, 2):
+        print_line(rank, step)
+    assert [parse_line(line) for line in capsys.readouterr().out.splitlines()] == [step]
 
 
 def test_the_text_is_split_and_the_model_sees_no_future():
