@@ -370,9 +370,25 @@ class ZeroOneInverses(Pass, name="zero_one_inverses", adds_up=True, moves=lambda
 
 
 @dataclass(eq=False)
-class ZeroOneLocal(Pass, name="zero_one_local", adds_up=True, moves=lambda of: of.itemsize + 5 * 4 + of.parameter):
+class ZeroOneLength(Pass, name="zero_one_length", adds_up=True, moves=lambda of: of.itemsize + 2 * 4):
+    """squares[b] = sum of (mhat / (u + eps))^2 over block b with m = beta1 m + (1 - beta1) g' and u as in Floors.
+
+    How far the coming ZeroOneLocal would move without a clip. m is only read. With `flags` set squares stay.
+
+    Bytes: reads g 4, v 4, m 4. 12.
+    """
+
+    g: Gradients
+    exp_avg_sq: Tensor
+    exp_avg: Tensor
+    floors: Floors
+    squares: Tensor
+
+
+@dataclass(eq=False)
+class ZeroOneLocal(Pass, name="zero_one_local", moves=lambda of: of.itemsize + 5 * 4 + of.parameter):
     """m = beta1 m + (1 - beta1) g';  x = x - lr (clip_p mhat / (u + eps) + wd x) with u as in Floors;
-    e = e + lr mhat;  squares[b] = sum of (mhat / (u + eps))^2 over block b.
+    e = e + lr mhat.
 
     A step without a message: 0/1 Adam (Lu et al. 2023), Algorithm 1. m is dense and this rank's own, fp32
     [elements]; v is only read. `residual` is None where nothing is to be sent. Nothing of an element with u = 0
@@ -388,7 +404,6 @@ class ZeroOneLocal(Pass, name="zero_one_local", adds_up=True, moves=lambda of: o
     residual: Residual | None
     floors: Floors
     clip: Tensor | None = None
-    squares: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -541,7 +556,7 @@ PASSES: dict[str, type[Pass]] = {
     "adam_warmup": AdamWarmup, "adam_update": AdamUpdate,
     "lamb_warmup": LambWarmup, "lamb_statistics": LambStatistics, "lamb_update": AdamUpdate,
     "zero_one_full": ZeroOneFull, "zero_one_inverses": ZeroOneInverses, "zero_one_update": ZeroOneUpdate,
-    "zero_one_local": ZeroOneLocal, "zero_one_sync": ZeroOneSync,
+    "zero_one_length": ZeroOneLength, "zero_one_local": ZeroOneLocal, "zero_one_sync": ZeroOneSync,
 }  # fmt: skip
 SMALL: tuple[type[Pass], ...] = (StepSquares, StepLimit)  # no bytes an element: they are not measured
 

@@ -13,9 +13,23 @@ from onebit.kernels.cpu.zero_one import direction, floors_of, moved, used_root
 
 
 @Loop
-def _local(
-    run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, residual: Residual, floors: Floors, clip, squares
-):
+def _length(run: Run, g: Gradients, exp_avg, exp_avg_sq, floors: Floors, squares):
+    if int_at(g.flags) != 0:
+        return
+    for block in range(run.first, run.stop):
+        its = tiles.locate(run, block)
+        h, its_floors = tiles.hyper_of(g.hyper, its), floors_of(floors, its.parameter)
+        m_at, v_at = exp_avg + 4 * its.start, exp_avg_sq + 4 * its.start
+        g_at, summed = tiles.gradient_at(g, its, tiles.room(run, 0)), splat(ZERO)
+        for i in range(0, its.valid, WIDTH):
+            u = used_root(load(v_at + 4 * i), h, its_floors)
+            by = direction(tiles.first_moment(load(g_at + 4 * i) * h.grad_scale, load(m_at + 4 * i), h), u, h)
+            summed = summed + where(tiles.counting(i, its.valid) & not_zero(u), by * by, ZERO)
+        set_float(squares + 4 * block, total(summed))
+
+
+@Loop
+def _local(run: Run, x: Parameters, g: Gradients, exp_avg, exp_avg_sq, residual: Residual, floors: Floors, clip):
     if int_at(g.flags) != 0:
         return
     for block in range(run.first, run.stop):
@@ -24,22 +38,17 @@ def _local(
         m_at, v_at = exp_avg + 4 * its.start, exp_avg_sq + 4 * its.start
         g_at, e_at = tiles.gradient_at(g, its, tiles.room(run, 0)), tiles.part(residual.value, 4 * its.start)
         x_at = tiles.parameter_at(x, its, tiles.room(run, 1))
-        last, summed = tiles.value_of(residual.scale, its.shard, ZERO), splat(ZERO)
-        clipped = tiles.value_of(clip, its.parameter, ONE)
+        last, clipped = tiles.value_of(residual.scale, its.shard, ZERO), tiles.value_of(clip, its.parameter, ONE)
         for i in range(0, its.valid, WIDTH):
             counts, old_m, old_x = tiles.counting(i, its.valid), load(m_at + 4 * i), load(x_at + 4 * i)
             u = used_root(load(v_at + 4 * i), h, its_floors)
             m, moves = tiles.first_moment(load(g_at + 4 * i) * h.grad_scale, old_m, h), counts & not_zero(u)
-            by = direction(m, u, h)
             store(m_at + 4 * i, where(moves, m, old_m))
-            store(x_at + 4 * i, where(counts, moved(old_x, by * clipped, u, h), old_x))
+            store(x_at + 4 * i, where(counts, moved(old_x, direction(m, u, h) * clipped, u, h), old_x))
             if e_at != 0:
                 e = load(e_at + 4 * i)
                 held = e if residual.scale == 0 else where(counts, ZERO, e)
                 store(e_at + 4 * i, where(moves, tiles.left_out(e, last) + h.lr * h.bias1 * m, held))
-            summed = summed + where(moves, by * by, ZERO)
-        if squares != 0:
-            set_float(squares + 4 * block, total(summed))
         tiles.put_parameter(x_at, x, its, tiles.room(run, 0))
 
 
@@ -72,6 +81,7 @@ def _sync(
 
 
 PASSES = {
+    passes.ZeroOneLength: one_loop(_length, scratch_blocks=1),
     passes.ZeroOneLocal: one_loop(_local, scratch_blocks=2),
     passes.ZeroOneSync: one_loop(_sync, scratch_blocks=1),
 }

@@ -13,9 +13,33 @@ from onebit.kernels.gpu.launch import one_launch
 
 
 @tiles.entry
+def zero_one_length_kernel(
+    block_table, parameter_table, grad, hyper, flags, first_block, first_word, blocks,
+    exp_avg_sq, exp_avg, least_root, root_at_zero, squares,
+    TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, GRAD_DTYPE: tl.constexpr,
+):  # fmt: skip
+    flag = tl.load(flags)
+    for r in range(BLOCKS_PER_PROGRAM):
+        block = tl.program_id(0) * BLOCKS_PER_PROGRAM + r
+        if block < blocks:
+            row, start, length = tiles.find(block_table, first_block + block, first_word)
+            v = tiles.load_flat(exp_avg_sq + start, length, TILE)
+            m = tiles.load_flat(exp_avg + start, length, TILE)
+            p, offset, valid, h = tiles.locate_with_hyper(row, length, parameter_table, hyper)
+            g_base, g_valid, wide = tiles.pointer(grad, p, offset, valid, GRAD_DTYPE, TILE)
+            if flag == 0:
+                g = tiles.load_tile(g_base, g_valid, wide, TILE)
+                u = tiles.used_root(v, h, tl.load(least_root + p), tl.load(root_at_zero + p))
+                m = tiles.first_moment(g * tl.load(h + tiles.H_GRAD_SCALE), m, h)
+                by = tiles.over_root(m, u, h)
+                counted = tiles.valid_only(tl.where(u != 0, by * by, 0.0), valid, TILE)
+                tl.store(squares + block, tl.sum(counted, axis=0))
+
+
+@tiles.entry
 def zero_one_local_kernel(
     block_table, parameter_table, param, grad, hyper, flags, first_block, first_word, first_shard, blocks,
-    exp_avg_sq, exp_avg, residual_value, residual_scale, master, least_root, root_at_zero, clip, squares,
+    exp_avg_sq, exp_avg, residual_value, residual_scale, master, least_root, root_at_zero, clip,
     TILE: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr,
 ):  # fmt: skip
     flag = tl.load(flags)
@@ -45,11 +69,7 @@ def zero_one_local_kernel(
                     held = e if residual_scale is None else tl.zeros_like(e)
                     e = tl.where(u != 0, e + tl.load(h + tiles.H_LR) * tl.load(h + tiles.H_BIAS1) * m, held)
                     tiles.store_tile(residual_value + start, e, valid, wide, TILE)
-                by = tiles.over_root(m, u, h)
-                if squares is not None:
-                    counted = tiles.valid_only(tl.where(u != 0, by * by, 0.0), valid, TILE)
-                    tl.store(squares + block, tl.sum(counted, axis=0))
-                x = tiles.moved(x, by * its_clip, u, h)
+                x = tiles.moved(x, tiles.over_root(m, u, h) * its_clip, u, h)
                 tiles.store_parameter(p_base, its_master, x, valid, p_valid, wide, TILE)
 
 
@@ -87,6 +107,7 @@ def zero_one_sync_kernel(
 
 
 PASSES = {
+    passes.ZeroOneLength: one_launch(zero_one_length_kernel),
     passes.ZeroOneLocal: one_launch(zero_one_local_kernel),
     passes.ZeroOneSync: one_launch(zero_one_sync_kernel),
 }

@@ -125,7 +125,7 @@ class Workload:
                 return Parameters(self.params, self.master)
             case _, "g":
                 return Gradients(self.grads, self.hyper, self.flags)
-            case ("scan" | "zero_one_local", "squares") | ("compress", "momentum") if self.bare:
+            case ("scan", "squares") | ("compress", "momentum") if self.bare:
                 return None
             case ("zero_one_full" | "zero_one_local", "residual"):  # None where the span is another rank's slice
                 return None if self.bare else self.folded

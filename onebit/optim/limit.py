@@ -3,13 +3,14 @@
     u = mhat d,   x = x - lr (f_p u + wd x),   f_p = limit_p / RMS(u over parameter p) where RMS(u) > trusted_p, else 1
     RMS(u)^2 = sum over blocks of s_b^2 D_b / n_p,   D_b = sum of d^2 over block b
     limit_p = max(1/4, k R_p),   trusted_p = max(limit_p, t R_p)
-    R_p = the least RMS(u) of those steps that came first after p's variance was updated
+    R_p = the least RMS(u) of those steps that came first after p's variance was updated, and of syncs of local steps
 
 Update clipping, as in Adafactor (Shazeer and Stern 2018, section 5). Adam's own steps have RMS(u) near 1 or below,
 however large gradients are; with a variance that stays as it is they grow as gradients do. Steps by 1-bit messages may
 be longer where the variances of a block differ, as those of an embedding's rows do: R_p is what is usual for p. Where
 gradients are noise Adam's own steps have RMS(u) = sqrt((1 - beta1) / (1 + beta1)), 0.23 with beta1 = 0.9: a parameter
-that hardly moved when R_p was taken may still move so far. k is 2, and t is 0: trusted_p is limit_p.
+that hardly moved when R_p was taken may still move so far. k is 2, and t is 0: trusted_p is limit_p. Syncs count in
+R_p, since of steps that are farther apart more cancels.
 
 1-bit LAMB bounds r m d, all that its average coefficient multiplies. Its k is 1.5: LAMB's own steps are equally long.
 r m d grows by itself, slowly, mostly to 3 R_p at most, and helps where steps could have been longer: so t is 4.
@@ -75,13 +76,11 @@ class UpdateLimit:
         squares = self.state.of_parameters(self._squares_of_d(hyper), self._replies, weight)
         return self._factor(squares, self._replies)
 
-    def of_dense(self, hyper: Tensor, m: Tensor, weight: Tensor) -> Tensor:
-        """f of a step by m times weight, where no message has m, fp32 [elements]. The size of m in a block is the
-        largest there."""
-        lengths = torch.from_numpy(self.state.layout.lengths()).to(m.device)
-        most, least = (torch.segment_reduce(m, which, lengths=lengths) for which in ("max", "min"))
-        sizes = torch.maximum(most, -least)
-        return self._factor(self.state.of_parameters(self._squares_of_d(hyper) * sizes.square(), None, weight))
+    def of_sync(self, hyper: Tensor, weight: Tensor) -> Tensor:
+        """f of a sync, by m times weight."""
+        usual = self.state[USUAL.name]
+        usual.copy_(-usual.abs())
+        return self.of_messages(hyper, weight)
 
     def of_squares(self, squares: Tensor) -> Tensor:
         """f by sums of u^2, fp32 [blocks]."""

@@ -8,8 +8,7 @@ parameters move by: what a sync leaves out comes with the next one, whatever the
 what was left out when steps were larger, or more; by the sum of w alone m would grow with their ratio, and parameters
 with it once the rate rises again.
 
-f bounds the step (see `limit`): of a sync by the size of U / W, of the first local step after one by that of m_i, of
-each other one by that of the step before.
+f bounds the step (see `limit`): of a local step by the size of mhat_i / (u + eps), of a sync by that of U / W.
 
 Weight decay acts on the anchor, which is x after the last sync. A rank whose gradient is not finite leaves its own step
 out; the step counts, since no other rank knows.
@@ -29,7 +28,7 @@ from onebit.collectives.exchange import Chunk
 from onebit.collectives.undo import Undo
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.pointers import Pointers
-from onebit.kernels.passes import Compress, Floors, Gradients, Parameters, ZeroOneLocal, ZeroOneSync
+from onebit.kernels.passes import Compress, Floors, Gradients, Parameters, ZeroOneLength, ZeroOneLocal, ZeroOneSync
 from onebit.optim.fields import LAST_MOMENTUM, LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
@@ -59,15 +58,11 @@ class LocalSteps:
         self._no_gradients.bind_tensors([None] * parameters)
         self._no_flags = torch.zeros(1, dtype=torch.int32, device=device)
         self.limit = reducer.limit
-        self._of_replies = state[FACTOR.name].clone()  # what they are multiplied by to be m
-        self._squares = torch.zeros(state.layout.blocks, dtype=torch.float32, device=device)  # of the last step
-        self._moved = torch.zeros(1, dtype=torch.bool, device=device)  # whether this rank has, since the last exchange
-        self._first_clip: Tensor | None = None  # of a step by m as the last exchange has it
-        self._has_replies = not reducer.momentum_is_own
-        reducer.momentum_is_own = False
-        if self._has_replies:
+        self._squares = torch.zeros(state.layout.blocks, dtype=torch.float32, device=device)
+        has_replies, reducer.momentum_is_own = not reducer.momentum_is_own, False
+        if has_replies:
             decoded = state[ANCHOR.name]  # which the first step writes anew
-            for m, factor in zip(reducer.momentum(decoded), self._of_replies, strict=True):
+            for m, factor in zip(reducer.momentum(decoded), state[FACTOR.name], strict=True):
                 m.mul_(factor)
             state[OWN_MOMENTUM.name].add_(decoded.masked_fill_(live.logical_not_(), 0))  # to what the freeze has put
 
@@ -83,31 +78,37 @@ class LocalSteps:
 
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """A step by this rank's own gradient, left out where flags is not 0."""
-        state, clip = self.state, self._begin(hyper)
+        self._begin()
+        state, gradients = self.state, Gradients(self.state.gradients, hyper, flags)
+        clip = None if self.limit is None else self.limit.of_squares(self._length(gradients))
         for span, _, residual in self._exchange.slices():
             state.backend.run(ZeroOneLocal(
-                span, Parameters(state.parameters, state.part("master", span)),
-                Gradients(state.gradients, hyper, flags), span.of(state[VARIANCE.name]),
-                span.of(state[OWN_MOMENTUM.name]), residual, floors_of(state), clip,
-                None if clip is None else self._squares[span.first : span.first + span.count],
+                span, Parameters(state.parameters, state.part("master", span)), gradients,
+                span.of(state[VARIANCE.name]), span.of(state[OWN_MOMENTUM.name]), residual, floors_of(state), clip,
             ))  # fmt: skip
-        self._moved |= flags == 0
         if self._exchange.residual.scale is not None:  # it has been computed anew
             self._exchange.residual.scale.masked_fill_(flags == 0, 0)
         self._count(hyper)
 
     def pass_over(self, hyper: Tensor) -> None:
         """A step that other ranks take, and this one does not: see `onebit.follow`."""
-        self._begin(hyper)
+        self._begin()
         self._count(hyper)
 
-    def _begin(self, hyper: Tensor) -> Tensor | None:
-        """f of the step."""
+    def _begin(self) -> None:
         if self.taken == 0:  # x as it is now: a user may have changed it
             parameters = range(len(self.state.params))
             anchors = [self.state.view(ANCHOR.name, i) for i in parameters]
             torch._foreach_copy_(anchors, [self.state.value(i) for i in parameters])
-        return self._clip(hyper)
+
+    def _length(self, gradients: Gradients) -> Tensor:
+        """The sum over each block of (mhat / (u + eps))^2, m as the coming step has it: fp32 [blocks]."""
+        state = self.state
+        state.backend.run(ZeroOneLength(
+            state.layout.all(), gradients, state[VARIANCE.name], state[OWN_MOMENTUM.name], floors_of(state),
+            self._squares,
+        ))  # fmt: skip
+        return self._squares
 
     def _count(self, hyper: Tensor) -> None:
         of_parameters = self._of_parameters(hyper)
@@ -133,16 +134,13 @@ class LocalSteps:
         state, total = self.state, self._exchange.replies
         before = factor = state[FACTOR.name]
         self._set_reference(torch.maximum(self.weights, torch.where(before > 0, KEPT / before, 0)))
-        clip = None if self.limit is None else self.limit.of_messages(hyper, factor)
+        clip = None if self.limit is None else self.limit.of_sync(hyper, factor)
         state.backend.run(ZeroOneSync(
             state.layout.all(), Parameters(state.parameters, state.get("master")), state[VARIANCE.name],
             state[OWN_MOMENTUM.name], state[ANCHOR.name], total, hyper, floors_of(state), self.decay, factor, clip,
         ))  # fmt: skip
         if LAST_MOMENTUM.name in state:
             state.remove(LAST_MOMENTUM.name)
-        self._moved.zero_()
-        self._has_replies = True
-        self._of_replies.copy_(factor)
         self.weights.zero_()
         self.decay.fill_(1)
         self.taken = 0
@@ -164,28 +162,10 @@ class LocalSteps:
             anchor.copy_(state.value(i) if before is None else before.state.view(ANCHOR.name, i))
             if before is not None:
                 m.copy_(before.state.view(OWN_MOMENTUM.name, i))
-        if before is not None:
-            used = state.layout.used_blocks
-            self._squares[:used].copy_(before._squares[:used])
-            self._moved.copy_(before._moved)
-            self._first_clip = before._first_clip
 
     def last_parameters(self) -> list[Tensor]:
         """What they were after the last exchange, fp32."""
         return [self.state.view(ANCHOR.name, i) for i in range(len(self.state.params))]
-
-    def _clip(self, hyper: Tensor) -> Tensor | None:
-        """f of the coming local step, by the size of the last one; after an exchange, by that of m."""
-        if self.limit is None:
-            return None
-        if not self.taken or self._first_clip is None:
-            bias1 = self._of_parameters(hyper).bias1
-            if self._has_replies:
-                self._first_clip = self.limit.of_messages(hyper, self._of_replies * bias1)
-            else:
-                self._first_clip = self.limit.of_dense(hyper, self.state[OWN_MOMENTUM.name], bias1)
-            return self._first_clip
-        return torch.where(self._moved, self.limit.of_squares(self._squares), self._first_clip)
 
     def _set_reference(self, w: Tensor) -> None:
         """W"""

@@ -66,7 +66,7 @@ OTHERWISE = {
     "zero_one_full, no residual": Otherwise({"residual": None}),
     "zero_one_full, dense momentum": Otherwise(prepare=make_momentum_dense),
     "zero_one_update, no clip": Otherwise({"clip": None}),
-    "zero_one_local, no residual": Otherwise({"residual": None, "squares": None, "clip": None}),
+    "zero_one_local, no residual": Otherwise({"residual": None, "clip": None}),
     "zero_one_sync, no clip": Otherwise({"clip": None}),
 }
 Around = Callable[[World], AbstractContextManager[object]]  # the passes run when it has ended, at the latest

@@ -30,6 +30,7 @@ STREAMS = {
     "lamb_statistics_kernel": (["v", "d"], ["v"]),
     "zero_one_full_kernel": (["g", "v", "x", "e"], ["v", "x", "e"]),
     "zero_one_update_kernel": (["v", "x"], ["x"]),
+    "zero_one_length_kernel": (["g", "v", "m"], []),
     "zero_one_local_kernel": (["g", "v", "m", "x", "e"], ["m", "x", "e"]),
     "zero_one_sync_kernel": (["v", "anchor"], ["x", "anchor", "m"]),
     "restore_kernel": ([], []),  # rarely does anything

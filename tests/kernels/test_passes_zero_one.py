@@ -91,6 +91,25 @@ def test_inverses_agree_with_float64(case):
 
 
 @GRID
+def test_the_length_of_a_local_step_agrees_with_float64(case):
+    """It is that of the step which then follows, without its clip."""
+    world = World(case, zeros=True)
+    unread = frozen_bits(world.exp_avg_sq, world.exp_avg, world.grads)
+    world.run("zero_one_length")
+    assert frozen_bits(world.exp_avg_sq, world.exp_avg, world.grads) == unread
+    squares = []
+    for p, (m, u, h) in enumerate(zip(world.m, roots(world, world.v), world.hypers, strict=True)):
+        new = h.beta1 * m + (1 - h.beta1) * oracle.gradient(world.scaled_g[p], m)
+        squares.append(np.where(u == 0, 0.0, new / (1 - h.beta1**STEP) / (u + h.eps)) ** 2)
+    world.check_sums(world.squares, world.plan.flatten(squares))
+    measured = frozen_bits(world.squares)
+    world.flags.fill_(1)
+    world.grads.tensors[0].fill_(1e3)
+    world.run("zero_one_length")
+    assert frozen_bits(world.squares) == measured
+
+
+@GRID
 def test_a_local_step_agrees_with_float64(case):
     world = World(case, zeros=True)
     before, unread = world.left_out(), frozen_bits(world.exp_avg_sq, world.grads)
@@ -98,7 +117,6 @@ def test_a_local_step_agrees_with_float64(case):
     assert frozen_bits(world.exp_avg_sq, world.grads) == unread
     zero_scales(world)
     us, ms, found_m, found_e = roots(world, world.v), [], world.unpadded(world.exp_avg), world.left_out()
-    squares = []
     for p, (m, e, u, h) in enumerate(zip(world.m, before, us, world.hypers, strict=True)):
         g, lr = oracle.gradient(world.scaled_g[p], m), h.lr / (1 - h.beta1**STEP)
         new = np.where(u == 0, m, h.beta1 * m + (1 - h.beta1) * g)
@@ -109,8 +127,6 @@ def test_a_local_step_agrees_with_float64(case):
         assert_close(found_e[p], np.where(u == 0, held, e + lr * new), ELEMENTWISE, np.abs(e) + lr * size)
         for got, start in ((found_m[p], m), (found_e[p], held), (world.moved()[p], world.x[p])):
             assert got[u == 0].tolist() == start[u == 0].tolist()
-        squares.append(np.where(u == 0, 0.0, new / (1 - h.beta1**STEP) / (u + h.eps)) ** 2)
-    world.check_sums(world.squares, world.plan.flatten(squares))
     clipped = [clip * m for clip, m in zip(world.clip64, ms, strict=True)]
     world.check_parameters(zero_one.update(world.x, clipped, us, world.hypers, STEP), lrs=10)
 

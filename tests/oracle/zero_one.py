@@ -3,7 +3,7 @@ step local steps, in which every rank goes its own way, and sync steps. Steps co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -191,8 +191,9 @@ class ZeroOne:
         self.step += 1
         self.x = update(self.x, self.m, self._roots(), self.hypers, self.step, self.bias_correction)
 
-    def local(self, grads: Sequence[Gradients]) -> None:
-        """m_i = b1 m_i + (1 - b1) g_i, x_i moves by it, e_i = e_i + w m_i, on every rank whose gradients are finite."""
+    def local(self, grads: Sequence[Gradients], shortened: Callable[[Arrays], Arrays] = lambda m: m) -> None:
+        """m_i = b1 m_i + (1 - b1) g_i, x_i moves by f m_i, e_i = e_i + w m_i, on every rank whose gradients are finite.
+        shortened: f m_i of m_i."""
         if self.step + 1 == self.local_start:
             self._part()
         self.step += 1
@@ -203,7 +204,7 @@ class ZeroOne:
             if not all(np.isfinite(g_p).all() for g_p in g if g_p is not None):
                 continue
             self.own_m[i] = m = _where(live, local_momentum(g, self.own_m[i], self.hypers))
-            self.own_x[i] = update(self.own_x[i], m, u, self.hypers, self.step, self.bias_correction)
+            self.own_x[i] = update(self.own_x[i], shortened(m), u, self.hypers, self.step, self.bias_correction)
             moved = self.all_reduce.layout.flatten([w * m_p for w, m_p in zip(ws, m, strict=True)])
             self.all_reduce.worker[i] = self.all_reduce.worker[i] + moved
         self.weight_sum = [total + w for total, w in zip(self.weight_sum, ws, strict=True)]

@@ -57,12 +57,8 @@ def trained(name: str, event: Any, **more: Any) -> float:
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("name", LIMITED)
 def test_gradients_that_grow_lose_no_run(name: str, event: str) -> None:
-    """What was left out of messages of large gradients comes late, and later with local steps."""
     found = trained(name, EVENTS[event])
-    if (name, event) == ("0/1 Adam, local steps", "thirty times for a while"):
-        assert found < trained(name, EVENTS[event], update_limit=None) / 3
-    else:
-        assert found < trained("LAMB" if "LAMB" in name else "AdamW", EVENTS[event]) + 0.05
+    assert found < trained("LAMB" if "LAMB" in name else "AdamW", EVENTS[event]) + 0.05
 
 
 def test_a_full_step_that_is_skipped_leaves_the_limit_as_it_is() -> None:
@@ -107,17 +103,6 @@ def test_what_is_usual_is_found_anew_where_a_load_makes_messages_of_another_shap
         assert usual(other) == expected
 
 
-def test_momentum_that_no_message_has_is_as_large_where_it_is_negative() -> None:
-    optimizer = onebit.ZeroOneAdam([nn.Parameter(torch.zeros(200))], update_limit=0.1, **LOCAL)
-    for _ in range(7):
-        step_by(optimizer, torch.randn_like)
-    [reducer] = internals.reducers(optimizer)
-    hyper, m = internals.hyper(optimizer), torch.ones(reducer.state.layout.elements)
-    m[0] = 3.0
-    factors = [float(reducer.limit.of_dense(hyper, each, torch.ones(1))) for each in (m, -m)]
-    assert 0 < factors[0] == factors[1] < 1
-
-
 def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
     net = nn.Linear(20, 20, bias=False)
     optimizer = onebit.OneBitAdam(net.parameters(), lr=1e-6, freeze_step=10)
@@ -129,41 +114,25 @@ def test_where_it_acts_on_most_of_a_model_for_long_is_said_once() -> None:
     assert "update_limit" in said[0] and "Clip gradients" in said[0]
 
 
-def test_a_local_step_is_limited_by_the_size_of_the_last_one_since_the_sync_or_by_that_of_the_sync() -> None:
-    """The first of each sync is left out: the second does not meet the size of the last one before the sync."""
+def test_each_local_step_has_the_limit_by_its_own_size() -> None:
+    """The first by gradients that have grown has it, and the one after a step that was left out."""
     p, source, lengths = nn.Parameter(torch.zeros(200)), torch.Generator().manual_seed(0), []
     schedule = {"var_freeze_step": 6, "local_step_scaler": 4, "local_step_clipper": 4}
-    optimizer = onebit.ZeroOneAdam([p], lr=1.0, update_limit=0.1, **schedule)
-    after_sync = 0
-    for step in range(81):
-        before, p.grad = p.detach().clone(), 3**after_sync * torch.randn(200, generator=source)
-        if after_sync == 1:
+    optimizer, since_sync = onebit.ZeroOneAdam([p], lr=1.0, update_limit=0.1, **schedule), 0
+    for step in range(80):
+        before, p.grad = p.detach().clone(), 10**since_sync * torch.randn(200, generator=source)
+        if since_sync == 1 and step % 3:
             p.grad[0] = float("nan")
-        if after_sync in (2, 3):  # the momentum grows to 1.2 times what it was after the sync, and stays so
-            p.grad = (3 if after_sync == 2 else 1) * internals.states(optimizer)[0].view("own_momentum", 0)
         optimizer.step()
-        lengths += [float((p.detach() - before).square().mean().sqrt())] * (after_sync in (2, 3))
-        after_sync = step > 30 if optimizer.synchronized else after_sync + bool(after_sync)
-    assert len(lengths) > 10 and lengths == pytest.approx([0.12, 0.1] * (len(lengths) // 2), rel=0.01)
+        since_sync = 1 if optimizer.synchronized else since_sync + 1
+        if step > 30 and not optimizer.synchronized:
+            lengths.append(float((p.detach() - before).square().mean().sqrt()))
+    moved = [length for length in lengths if length]
+    assert len(lengths) > len(moved) > 20 and moved == pytest.approx([0.1] * len(moved), rel=1e-5)
 
 
-def test_a_local_step_after_one_that_was_left_out_has_a_limit_too() -> None:
-    """Numbers that fp32 does not hold make no parameter NaN."""
-    p = nn.Parameter(torch.zeros(200))
-    schedule = {"var_freeze_step": 6, "local_step_scaler": 4, "local_step_clipper": 4}
-    optimizer, source = onebit.ZeroOneAdam([p], lr=1.0, **schedule), torch.Generator().manual_seed(0)
-    synchronized, most = True, 0.0
-    for step in range(1, 60):
-        p.grad = torch.randn(200, generator=source) * (1e3 if step > 25 else 1.0)
-        if step > 25 and synchronized:
-            p.grad[0] = float("nan")  # of the first local step
-        before = p.detach().clone()
-        optimizer.step()
-        synchronized = optimizer.synchronized
-        if step > 27 and not synchronized:
-            most = max(most, float((p.detach() - before).square().mean().sqrt()))
-    assert 0 < most < 10
-
+def test_numbers_that_fp32_does_not_hold_make_no_parameter_nan() -> None:
+    source = torch.Generator().manual_seed(0)
     tiny = nn.Parameter(torch.zeros(2000))
     optimizer = onebit.OneBitAdam([tiny], lr=1.0, eps=0.0, freeze_step=3)
     for _ in range(8):

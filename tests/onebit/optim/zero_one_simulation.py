@@ -103,25 +103,18 @@ class ZeroOneSimulation(Simulation):
     def bias1(self, step: int) -> list[float]:
         return [1 / (1 - h.beta1**step) if self.corrected else 1.0 for h in self.hypers]
 
-    def shorten_local_steps(self, before: list[Arrays], m: list[Arrays], step: int, seen_at: int) -> None:
-        """x of every rank, by m as it was after step `seen_at`, with bias corrected as there."""
-        o, u = self.oracle, roots(self.oracle.v, self.oracle.weights(), self.oracle.floors, self.corrected)
-        d, weights = self.of_roots(u), self.bias1(seen_at)
-        for rank, last in enumerate(m):
-            ones = [np.ones_like(part) for part in last]
-            factors = self.shortened(ones, d, weights, [np.abs(part) for part in last])
-            own = [f * part for f, part in zip(factors, o.own_m[rank], strict=True)]
-            o.own_x[rank] = update(before[rank], own, u, self.hypers, step, self.corrected)
+    def shortened_alone(self, m: Arrays) -> Arrays:
+        """f m of a rank's own step."""
+        o = self.oracle
+        u = roots(o.v, o.weights(), o.floors, self.corrected)
+        return self.shortened(m, self.of_roots(u), self.bias1(o.step), [np.abs(part) for part in m])
 
     def check_alone(self, now: list[After], step: int) -> bool | None:
         """A local step of every rank, and what ranks agree on after a sync."""
         o, after = self.oracle, now[0].fields
         grads, start = self.gradients(step), step == o.local_start
         before = [self.x] * self.ranks if start else list(o.own_x)
-        last, seen_at = [self.m] * self.ranks if start else list(o.own_m), step if not o.since_sync else step - 1
-        o.local(grads)
-        if self.limit is not None:
-            self.shorten_local_steps(before, last, step, seen_at)
+        o.local(grads, self.shortened_alone)
         summands = [self.summands(own, g) for own, g in zip(o.own_m, grads, strict=True)]
         if start:  # m is what ranks have sent: a mean whose terms may cancel
             terms = [np.concatenate([np.abs(part.decoded) for part in own]) for own in o.all_reduce.gathered]
@@ -154,6 +147,7 @@ class ZeroOneSimulation(Simulation):
         compared, received = self.check_exchange(now, sizes, server), self.received(now[0])
         u = roots(o.v, o.weights(), o.floors, self.corrected)
         per_step = [1 / w if w else 0.0 for w in o.reference]
+        self.usual = -np.abs(self.usual)
         moved = self.shortened(received, self.of_roots(u), per_step)
         parts = zip(o.live, decay, anchor, moved, u, self.hypers, strict=True)
         x = [np.where(on, d * a - r / (np.where(on, u_p, 1.0) + h.eps), a) for on, d, a, r, u_p, h in parts]
