@@ -40,6 +40,7 @@ from perf.tables import markdown
 from perf.train_step import volume
 
 NAIVE_START = "naive_adam_start"
+LOST = 1000.0  # a loss of a run that is lost, at least
 SEEDS = 3  # unless a table says another number
 CONCLUSION = "conclusion.md"  # beside the runs, written by a person
 COMPARED = {
@@ -85,7 +86,9 @@ The data come with packages and are not in this repository:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Write the mean and, of several values, the standard deviation."""
+    """Write the mean and, of several values, the standard deviation; of runs that were lost, their order of size."""
+    if abs(mean(values)) >= LOST:
+        form = ".0e" if form[0] == "." else "+.0e"
     return f"{mean(values):{form}}" + (f" ± {stdev(values):{form.strip('+')}}" if len(values) > 1 else "")
 
 
