@@ -114,7 +114,7 @@ def test_a_run_that_is_interrupted_goes_on_from_what_is_saved(tmp_path, variant)
     whole, interrupted = result(tmp_path / "whole.pt"), tmp_path / "interrupted.pt"
     with pytest.raises(RankFailed):
         result(interrupted, last=11)
-    assert torch.load(interrupted)["so_far"]["step"] == 10
+    assert torch.load(interrupted, weights_only=True)["so_far"]["step"] == 10
     rest = result(interrupted)
     assert rest.pop("shown") == [11, 12, 13, 14] and whole.pop("shown") == [*range(1, 15)]
     assert rest == whole and len(whole["train"]) == len(whole["valid"]) == len(whole["sent"]) == 14

@@ -12,7 +12,7 @@ LAUNCHES = {  # of passes in one chunk, with 8 ranks
     ("1-bit Adam", "1 bit"): 7,
     ("1-bit LAMB", "1 bit"): 8,
     ("0/1 Adam", "1 bit"): 7,
-    ("0/1 Adam, local steps", "local"): 4,
+    ("0/1 Adam, local steps", "local"): 5,
 }
 MOST_OPERATIONS = 20  # of torch, in such a step
 
