@@ -108,7 +108,8 @@ def local_step(model: Model, cluster: Cluster) -> Step:
     own."""
     node = Groups.of(cluster, model.levels).node
     mean = node.all_reduce(model.elements * model.itemsize)
-    update = pass_seconds("zero_one_local", model.elements, cluster, model.itemsize)
+    passes = ("zero_one_length", "zero_one_local")
+    update = sum(pass_seconds(name, model.elements, cluster, model.itemsize) for name in passes)
     return _step(model, mean, update + _scan(model, cluster, slices=1), hides=model.overlap != "none")
 
 

@@ -12,7 +12,7 @@ import torch
 
 from onebit.cli.plan.cluster import Cluster, Groups
 from onebit.cli.plan.exchange import message_bytes, play
-from onebit.cli.plan.model import Model, pays_below, stage_1, stage_2, uncompressed
+from onebit.cli.plan.model import Model, local_step, pays_below, stage_1, stage_2, uncompressed
 from onebit.collectives.direct import Direct
 from onebit.collectives.flags import MOST_ELEMENTS
 from onebit.collectives.topology import Topology
@@ -96,6 +96,11 @@ def test_a_step_is_its_parts():
     rates = {"scan": 1e9, "compress": 2e9, "average": 3e9, "adam_update": 4e9}
     step = stage_2(BERT, replace(SLOW, rates=rates), 1)
     assert step.local == pytest.approx(ELEMENTS * (2 / 1e9 + 10.25 / 2e9 + 10.125 / 16 / 3e9 + 14.125 / 4e9))
+
+
+def test_a_local_step_reads_gradients_three_times():
+    """It looks for numbers that are not finite, measures its length, and moves: bytes an element of fp16."""
+    assert local_step(BERT, SLOW).local == pytest.approx(ELEMENTS * (2 + (2 + 8) + (2 + 3 * 8 + 4 + 2)) / 1e11)
 
 
 def test_with_overlap_a_node_averages_one_chunk_while_another_is_on_the_network():
