@@ -108,10 +108,11 @@ def _uncompressed(ranks: Ranks, kind: str, source: Tensor) -> TimedKind:
 def time_in_turn(ranks: Ranks, kinds: Sequence[TimedKind], repeats: int, in_a_row: int, what: str) -> list[Row]:
     """All kinds in turn, so that what slows the machine for a while slows all of them. The first turn does not count.
 
-    A time is that of a call, the mean of `in_a_row` calls after one barrier.
+    A time is that of a call, the mean of `in_a_row` calls after one barrier. Bytes are those of the turn that sent
+    least: TCP on a busy machine sends some again.
     """
     seconds: list[list[float]] = [[] for _ in kinds]
-    sent = [0.0 for _ in kinds]
+    sent: list[list[float]] = [[] for _ in kinds]
     for turn in range(repeats + 1):
         for i, kind in enumerate(kinds):
             ranks.progress(f"{what}: {kind.row.kind}, turn {turn + 1} of {repeats + 1}")
@@ -122,11 +123,11 @@ def time_in_turn(ranks: Ranks, kinds: Sequence[TimedKind], repeats: int, in_a_ro
             ranks.barrier()
             if turn:
                 seconds[i].append(took / in_a_row)
-                sent[i] += ranks.bytes_sent() - before
+                sent[i].append(ranks.bytes_sent() - before)
     rows = []
     for kind, own, nbytes in zip(kinds, seconds, sent, strict=True):
         calls = ranks.slowest(own)
-        most = ranks.most_bytes(nbytes / (repeats * in_a_row))
+        most = ranks.most_bytes(min(nbytes) / in_a_row)
         rows.append(kind.finished(replace(kind.row, seconds=statistics.median(calls), calls=calls, bytes=most)))
     return rows
 
