@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onebit.collectives.signs_of_life import longest_silence
+from onebit.collectives.transport.lent import lent
 from onebit.collectives.transport.protocol import FACTS, Transport, Work, all_gather_values, collective_errors
 from onebit.collectives.waits import waiting
 from onebit.kernels import streams
@@ -103,14 +104,14 @@ class TorchTransport:
             return
         host = values.cpu() if self._staged(values) else values
         with collective_errors(phase, self.name), waiting(host.device):
-            dist.all_reduce(host, dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(lent(host), dist.ReduceOp.MAX, group=self.group)
         if host is not values:
             values.copy_(host)
 
     def all_sum(self, values: Tensor, phase: str) -> Work:
         host = _to_pinned(values) if self._staged(values) else values
         with collective_errors(phase, self.name):
-            work = dist.all_reduce(host, dist.ReduceOp.SUM, group=self.group, async_op=True)
+            work = dist.all_reduce(lent(host), dist.ReduceOp.SUM, group=self.group, async_op=True)
         return TorchWork([work], phase, self.name, host, host.view(-1), values)
 
     def send(self, values: Tensor, to: int, phase: str) -> Work:
@@ -249,7 +250,7 @@ class TorchTransport:
         if self._staged(out):
             landing, source = streams.pinned(landing), _to_pinned(source)
         with collective_errors(phase, self.name):
-            work = collective(landing, source, group=self.group, async_op=True)
+            work = collective(lent(landing), lent(source), group=self.group, async_op=True)
         return TorchWork([work], phase, self.name, source, landing, out)
 
     def _in_one_round(self, sent: Tensor) -> bool:
@@ -305,6 +306,7 @@ class TorchWork:
         with collective_errors(self._phase, self._name), waiting(self._out.device):
             for work in self._works:
                 work.wait()
+        self._works = []  # which have tensors
         if self._landing.device != self._out.device:
             self._out.view(-1).copy_(self._landing, non_blocking=True)
 

@@ -14,14 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from onebit.collectives.averaging import narrower
+from onebit.collectives.transport.lent import lent
 from onebit.collectives.transport.protocol import collective_errors
 from onebit.collectives.transport.torch import TorchTransport
 from onebit.optim.state import State
@@ -31,7 +27,6 @@ from onebit.parallel.hooks import leave_as_is
 
 _AVERAGING = "averaging gradients while backward runs (all-reduce)"
 _STATE = attrgetter("run.state")
-_NARROW = {torch.float16: fp16_compress_hook, torch.bfloat16: bf16_compress_hook}
 
 
 class _Way(NamedTuple):
@@ -156,12 +151,11 @@ def hook_of_ddp(state: Attached, bucket: GradBucket) -> torch.futures.Future[Ten
         way = ways[owners[0]]
         if way is None:
             return leave_as_is(bucket)
-        hook = allreduce_hook if way.wire == own else _NARROW[way.wire]
-        return _with_help(partial(hook, way.group, bucket))
+        return _with_help(partial(_average, {way: [bucket.buffer()]}, bucket))
     parts: dict[_Way | None, list[Tensor]] = {}
     for owner, grad in zip(owners, bucket.gradients(), strict=True):
         parts.setdefault(ways[owner], []).append(grad)
-    return _with_help(partial(_average_parts, {way: g for way, g in parts.items() if way is not None}, bucket))
+    return _with_help(partial(_average, {way: g for way, g in parts.items() if way is not None}, bucket))
 
 
 def _with_help(average: Callable[[], torch.futures.Future[Tensor]]) -> torch.futures.Future[Tensor]:
@@ -200,15 +194,15 @@ def _way(state: Attached, owner: OneBitOptimizer | None, own: torch.dtype) -> _W
 
 
 @torch.no_grad()
-def _average_parts(parts: Mapping[_Way, list[Tensor]], bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket with gradients of several kinds: each in messages of its own, all but the last waited for
-    here."""
-    futures = []
+def _average(parts: Mapping[_Way, list[Tensor]], bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the parts of a bucket, each in a message of its own, all but the last waited for here."""
+    buffer, futures = bucket.buffer(), []
     for (group, wire), grads in parts.items():
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(wire).div_(group.size())
-        sent = dist.all_reduce(flat, group=group, async_op=True)
+        flat = buffer if grads[0] is buffer else torch.cat([grad.reshape(-1) for grad in grads])
+        message = flat.to(wire).div_(group.size())
+        sent = dist.all_reduce(lent(message), group=group, async_op=True)
         assert sent is not None
-        futures.append(sent.get_future().then(partial(_put_back, grads, bucket.buffer())))
+        futures.append(sent.get_future().then(partial(_put_back, grads, buffer)))
     for future in futures[:-1]:
         future.wait()
     return futures[-1]
@@ -216,7 +210,10 @@ def _average_parts(parts: Mapping[_Way, list[Tensor]], bucket: GradBucket) -> to
 
 @torch.no_grad()
 def _put_back(grads: Sequence[Tensor], buffer: Tensor, done: torch.futures.Future[Any]) -> Tensor:
-    means = done.value()[0].split([grad.numel() for grad in grads])
-    for grad, mean in zip(grads, means, strict=True):
-        grad.copy_(mean.view_as(grad))
+    mean = done.value()[0]
+    if mean.layout is not torch.strided:  # alone in its bucket
+        return buffer.copy_(mean)
+    for grad, its in zip(grads, mean.split([grad.numel() for grad in grads]), strict=True):
+        if its.data_ptr() != grad.data_ptr():  # it was averaged where it lies
+            grad.copy_(its.view_as(grad))
     return buffer

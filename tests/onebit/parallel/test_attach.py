@@ -218,6 +218,22 @@ def test_a_layer_that_is_never_used_and_whose_buckets_ddp_skips(rank):
     return bits(model.parameters())
 
 
+@on_ranks(2)
+def test_sparse_gradients_of_another_optimizer_are_averaged_as_by_ddp(rank):
+    """They have a bucket of their own."""
+    averages = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
+        ddp = DistributedDataParallel(model, process_group=group())
+        if attached:
+            onebit.attach(ddp, build("OneBitAdam", model[1].parameters(), freeze_step=3, process_group=group()))
+        ddp(torch.arange(3) + 2 * rank).square().sum().backward()
+        averages.append(model[0].weight.grad.to_dense())
+    assert averages[0].equal(averages[1]) and averages[0].count_nonzero() == 5 * 4
+    return bits(averages)
+
+
 JOINS = [
     ("OneBitAdam", 50, "model.join"),
     ("OneBitAdam", 2, "Join"),
