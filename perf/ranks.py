@@ -20,6 +20,7 @@ from torch import Tensor
 
 from onebit.cli.arguments import CommandError, pick_device
 from onebit.cli.paced_link import PacedLink, measured_rate
+from onebit.collectives.transport.lent import lent
 from onebit.kernels.tuning.machine import device_name
 from perf.command import WrongResult
 from perf.lab.paced import PACED, check_kept
@@ -65,7 +66,7 @@ class Ranks:
     def maximum(self, values: Tensor) -> Tensor:
         """Take the maximum over ranks, elementwise."""
         on_device = values.to(self.device)
-        dist.all_reduce(on_device, dist.ReduceOp.MAX)
+        dist.all_reduce(lent(on_device), dist.ReduceOp.MAX)
         return on_device.cpu()
 
     def slowest(self, seconds: Sequence[float]) -> tuple[float, ...]:

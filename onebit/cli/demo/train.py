@@ -26,6 +26,7 @@ import onebit
 from onebit.cli.demo.model import Text, Transformer, loss_of
 from onebit.cli.paced_link import PacedLink, measured_rate
 from onebit.collectives.store import tcp_store
+from onebit.collectives.transport.lent import lent
 from onebit.optimizers.optimizer import OneBitOptimizer
 
 MARK = "@onebit-demo "
@@ -211,7 +212,7 @@ def _optimizer(settings: Settings, name: str, model: DistributedDataParallel) ->
 def _mean(losses: list[Tensor], device: torch.device) -> list[float]:
     """Average losses over ranks."""
     total = torch.stack(losses).to(device)
-    dist.all_reduce(total)
+    dist.all_reduce(lent(total))
     return [float(x) for x in total / dist.get_world_size()]
 
 
