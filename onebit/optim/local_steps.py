@@ -32,6 +32,7 @@ from onebit.kernels.passes import Compress, Floors, Gradients, Parameters, ZeroO
 from onebit.optim.fields import LAST_MOMENTUM, LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
+from onebit.optim.schedule import SyncSchedule
 
 ANCHOR = Field("anchor", saved=False)
 OWN_MOMENTUM = Field("own_momentum", saved=False)
@@ -46,10 +47,11 @@ FIELDS = (ANCHOR, OWN_MOMENTUM, FACTOR)
 class LocalSteps:
     """Local steps of one flat state, from what its last exchange has left."""
 
-    def __init__(self, state: FlatState, reducer: MomentumReducer, live: Tensor) -> None:
+    def __init__(self, state: FlatState, reducer: MomentumReducer, live: Tensor, syncs: SyncSchedule) -> None:
         """live: bool [elements], where elements take part. It is changed."""
         self.state, self._reducer, self._exchange = state, reducer, reducer.exchange
         device, parameters = state.device, len(state.params)
+        self._syncs = syncs
         self.taken = 0  # steps since the last exchange
         self.weights = torch.zeros(parameters, dtype=torch.float32, device=device)  # the sum of w since the last sync
         self.decay = torch.ones(parameters, dtype=torch.float32, device=device)  # the product of 1 - lr wd
@@ -129,12 +131,13 @@ class LocalSteps:
 
         self._exchange.run(compress, chunks=None if undo is None else undo.chunks)
 
-    def synchronize(self, hyper: Tensor) -> None:
-        """Give all ranks the same parameters, after the exchange."""
+    def synchronize(self, hyper: Tensor, step: int | None = None) -> None:
+        """Give all ranks the same parameters, after the exchange. step: of the schedule, if it is one."""
         state, total = self.state, self._exchange.replies
         before = factor = state[FACTOR.name]
         self._set_reference(torch.maximum(self.weights, torch.where(before > 0, KEPT / before, 0)))
-        clip = None if self.limit is None else self.limit.of_sync(hyper, factor)
+        farther = step is not None and self._syncs.is_farther(step)
+        clip = None if self.limit is None else self.limit.of_sync(hyper, factor, farther)
         state.backend.run(ZeroOneSync(
             state.layout.all(), Parameters(state.parameters, state.get("master")), state[VARIANCE.name],
             state[OWN_MOMENTUM.name], state[ANCHOR.name], total, hyper, floors_of(state), self.decay, factor, clip,

@@ -98,6 +98,11 @@ class SyncSchedule:
     def is_sync(self, step: int) -> bool:
         return step in self._steps
 
+    def is_farther(self, sync: int) -> bool:
+        """Return whether a sync that ends local steps is farther from the one before than that was from its own."""
+        index = self._steps.index(sync)
+        return self._steps[index] - self._steps[index - 1] > self._steps[index - 1] - self._steps[index - 2]
+
     def next_sync(self, step: int) -> int | None:
         """The first sync after `step` that ends local steps, if there are any."""
         if self.first_local is None:

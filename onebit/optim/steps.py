@@ -268,7 +268,7 @@ class SyncStep(LocalStep):
 
     def _move(self, part: Part, reducer: MomentumReducer, hyper: Tensor, flags: Tensor) -> None:
         assert part.local is not None
-        part.local.synchronize(hyper)
+        part.local.synchronize(hyper, self.run.state.stages.steps + 1)
 
 
 STEPS: dict[Kind, type[Step]] = {step.kind: step for step in (Step, OneBitStep, LocalStep, SyncStep)}

@@ -98,7 +98,7 @@ class ZeroOne(Adam):
 
     def local_steps(self, state: FlatState, reducer: MomentumReducer, hyper: Tensor, step: int) -> LocalSteps:
         assert self.syncs is not None
-        found = local_steps.LocalSteps(state, reducer, self.live(state))
+        found = local_steps.LocalSteps(state, reducer, self.live(state), self.syncs)
         if step == self.syncs.first_local:
             found.use_units_of_steps(hyper)
         return found

@@ -131,6 +131,31 @@ def test_each_local_step_has_the_limit_by_its_own_size() -> None:
     assert len(lengths) > len(moved) > 20 and moved == pytest.approx([0.1] * len(moved), rel=1e-5)
 
 
+PAUSES = ["zeros", "skipped", "no rate", "synchronized"]
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+def test_a_pause_makes_no_sync_after_it_shorter_for_good(pause: str) -> None:
+    """What is usual stays after syncs that hardly move. The first one at a greater distance takes sqrt(2) off."""
+    p, source = nn.Parameter(torch.zeros(200)), torch.Generator().manual_seed(0)
+    schedule = {"var_freeze_step": 6, "local_step_scaler": 16, "local_step_clipper": 4}  # syncs: 24, 26, ..., 38, 42
+    optimizer, usual = onebit.ZeroOneAdam([p], lr=0.1, **schedule), {}
+    for step in range(1, 71):
+        paused = 28 < step <= 42 or 50 < step <= 60
+        p.grad = 1 + 0.1 * torch.randn(200, generator=source)
+        if paused and pause == "zeros":
+            p.grad.zero_()
+        if paused and pause == "skipped":
+            p.grad[0] = float("nan")
+        optimizer.param_groups[0]["lr"] = 0.0 if paused and pause == "no rate" else 0.1
+        optimizer.step()
+        if paused and pause == "synchronized" and not optimizer.synchronized:
+            optimizer.synchronize()
+        usual[step] = float(internals.states(optimizer)[0]["usual_step"]) if optimizer.compressing else 0.0
+    assert 0.9 < usual[28] == usual[38] < 1.1 and usual[42] == usual[70]
+    assert usual[28] / usual[42] == pytest.approx(2**0.5) or (pause == "synchronized" and usual[42] > 0.85)
+
+
 def test_numbers_that_fp32_does_not_hold_make_no_parameter_nan() -> None:
     source = torch.Generator().manual_seed(0)
     tiny = nn.Parameter(torch.zeros(2000))

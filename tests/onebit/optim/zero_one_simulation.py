@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.onebit.optim.simulation import CLOSE, After, Simulation, assert_close
-from tests.oracle.zero_one import ZeroOne, momentum_weights, roots, update
+from tests.oracle.zero_one import ZeroOne, momentum_weights, roots, sync_steps, update
 
 Arrays = list[np.ndarray]
 
@@ -138,6 +138,14 @@ class ZeroOneSimulation(Simulation):
             assert_close(self.shaped(own.fields["anchor"]), o.x, o.x, f"the anchor {what}")
         return None
 
+    def is_farther(self, step: int) -> bool:
+        """Tell whether it ends a longer way than any sync of the schedule before."""
+        o = self.oracle
+        assert o.var_freeze_step is not None and o.local_step_scaler is not None
+        syncs = sync_steps(step, o.var_freeze_step, o.local_step_scaler, o.local_step_clipper)
+        gaps = np.diff([o.var_freeze_step, *syncs])
+        return syncs[-1] == step and gaps[-1] > gaps[:-1].max()
+
     def check_sync(self, now: list[After], sizes: list[np.ndarray]) -> bool:
         o, what = self.oracle, f"after the sync of step {now[0].step}"
         anchor, decay, server = o.x, o.decay, np.abs(o.all_reduce.server)
@@ -147,8 +155,11 @@ class ZeroOneSimulation(Simulation):
         compared, received = self.check_exchange(now, sizes, server), self.received(now[0])
         u = roots(o.v, o.weights(), o.floors, self.corrected)
         per_step = [1 / w if w else 0.0 for w in o.reference]
-        self.usual = -np.abs(self.usual)
+        least = np.abs(self.usual)
+        if self.is_farther(now[0].step):
+            self.usual, least = -least, least / np.sqrt(2)
         moved = self.shortened(received, self.of_roots(u), per_step)
+        self.coming_usual = np.maximum(self.coming_usual, least)
         parts = zip(o.live, decay, anchor, moved, u, self.hypers, strict=True)
         x = [np.where(on, d * a - r / (np.where(on, u_p, 1.0) + h.eps), a) for on, d, a, r, u_p, h in parts]
         m = [r / w if w else 0.0 * r for r, w in zip(received, o.reference, strict=True)]
