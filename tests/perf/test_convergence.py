@@ -204,10 +204,29 @@ def test_the_page_is_up_to_date(tmp_path, monkeypatch):
     written = {}
     assert report.report(out, docs) == str(docs)
     assert written[docs] == docs.read_text(encoding="utf-8"), "run python -m perf.convergence --report"
-    readme = Path("README.md").read_text(encoding="utf-8")
-    ours, adams = re.search(r"0/1 Adam ends near Adam: (.*) for (.*) on a small language model", readme).groups()
-    table = written[docs].split("## Causal language model\n")[1].split("\n![")[0]
-    assert f"| 0/1 Adam | {ours} |" in table and f"| Adam | {adams} |" in table
+
+
+LONG, SMALL, GAN = "A larger language model in 10,000 steps", "Causal language model", "DCGAN, distance of samples"
+README = [
+    *((LONG, name, 0) for name in ("0/1 Adam", "Adam")), (LONG, "0/1 Adam", 3),
+    *((SMALL, name, 0) for name in ("0/1 Adam", "Adam", "Adam, 8-bit gradients", "Adam, 4-bit gradients")),
+    *((SMALL, name, 0) for name in ("Muon, 8-bit gradients", "Muon, 4-bit gradients", "Muon")),
+    (GAN, "Adam", 0), *((GAN, f"Adam, {bits}-bit gradients", 1) for bits in (8, 4)),
+]  # fmt: skip
+
+
+def test_the_readmes_losses_are_the_pages():
+    """Tables' cells, rounded: of a section, a row and a column."""
+    page, readme = ((ROOT / path).read_text(encoding="utf-8") for path in ("docs/convergence.md", "README.md"))
+    (text,) = re.findall(r"\n0/1 Adam ends near Adam: .*?\[study\]", readme, re.DOTALL)
+    said = re.findall(r"\d[\d.]*(?: ± [\d.]+)?(?= (?:for|after|with|and|from|farther|times)|\. A|\s\(16)", text)
+    assert len(said) == len(README), said
+    for (section, name, column), figure in zip(README, said, strict=True):
+        table = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
+        (cells,) = re.findall(rf"^\| {name} \| (.*) \|$", table, re.MULTILINE)
+        exact = re.findall(r"[\d.]+", cells.split(" | ")[column])
+        digits = [len(part.partition(".")[2]) for part in figure.split(" ± ")]
+        assert figure == " ± ".join(f"{float(n):.{d}f}" for n, d in zip(exact, digits, strict=False)), (name, figure)
 
 
 def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
