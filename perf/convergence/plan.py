@@ -47,9 +47,6 @@ EVERY = {
     "local_16_unbiased_adam": Variant(
         "0/1 Adam, exchanges up to 16 steps apart", {"local_step_clipper": 16, "norm": "unbiased"}
     ),
-    "local_16_adam": Variant(
-        "0/1 Adam, norm l1, exchanges up to 16 steps apart", {"local_step_clipper": 16, "norm": "l1"}
-    ),
     "beta_25_adam": Variant("Adam, beta1 0.25", beta1=0.25),
     "beta_0_adam": Variant("Adam, beta1 0", beta1=0.0),
     "direct_zero_one_unbiased_beta_25_adam": Variant("0/1 Adam, beta1 0.25", DIRECT_UNBIASED, beta1=0.25),
@@ -60,6 +57,9 @@ EVERY = {
     ),
     "direct_unbiased_unlimited_adam": Variant("1-bit Adam, no limit", UNLIMITED_DIRECT),
     "direct_zero_one_unbiased_unlimited_adam": Variant("0/1 Adam, no limit", UNLIMITED_DIRECT),
+    "direct_zero_one_unbiased_floor_adam": Variant(
+        "0/1 Adam, variance floor 0.1", {**DIRECT_UNBIASED, "variance_floor": 0.1}
+    ),
     "frozen_adam": Variant("1-bit Adam (32 bits)"),
     "naive_adam": Variant("Adam, naive after stage 1", gradients=NAIVE),
     "naive_adam_start": Variant("Adam, naive from the start", gradients=NAIVE),
@@ -88,7 +88,6 @@ BITS = {bits: tuple(f"bits_{bits}_{family}" for family in ("adam", "sgd", "muon"
 ZERO_ONE = tuple(name for name in OPTIONS if VARIANTS[name].startswith("0/1"))
 BETA1 = {name: each.beta1 for name, each in EVERY.items() if each.beta1 is not None}
 LAST_LAYER = ("direct_zero_one_unbiased_last_beta_25_adam",)
-ONE_SEED = ("local_16_adam", "local_16_unbiased_adam")
 EVENTS = ("x 100", "x 30")  # from the middle on; for a quarter of the steps after it
 LOCAL = {"var_freeze_step": 1 / 5, "local_step_scaler": 1 / 15}  # of the steps, where there are local ones
 SWEPT = ("adam", "onebit_adam", "lamb", "onebit_lamb")
@@ -102,6 +101,7 @@ DEFAULTS = {  # what the optimizers do by default: of 2 ranks, and of more
 ONEBIT_LAMB = DEFAULTS[2][2]
 TRIED_IN_EVENTS = ("direct_unbiased_unlimited_lamb", "local_16_unbiased_adam")
 FOUR_BITS = "bits_4_adam"  # over ranks, too
+TRIED_AT_RATES = ("direct_zero_one_unbiased_floor_adam",)
 SWEEPS = {
     REPLY: "replies of 1 bit or direct, over ranks",
     RANKS: "ranks, the same global batch",
@@ -262,7 +262,7 @@ def plan(
             if sweep in (MAIN, *TASKS[task].sweeps):
                 for variant, label in cases(TASKS[task], sweep):
                     run = Run.standard(task, variant, seed).at(points(TASKS[task], sweep)[label])
-                    once = variant in ONE_SEED or (sweep == REPLY and run.ranks >= MANY)
+                    once = sweep == REPLY and run.ranks >= MANY
                     if variant in variants and run not in seen and (seed == 0 or not once):
                         seen.add(run)
                         yield run
@@ -285,7 +285,7 @@ def cases(task: Task, sweep: str) -> list[tuple[str, str]]:
         case "event":
             found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2], *TRIED_IN_EVENTS)]
         case "lr":
-            found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2])]
+            found = [(v, label) for label in labels for v in (*baselines, *DEFAULTS[2], *TRIED_AT_RATES)]
         case "freeze":
             found = [(v, label) for v in (*SWEPT, ONEBIT_LAMB) for label in labels]
         case _:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from perf import plots
 from perf.convergence import figures
@@ -40,8 +42,9 @@ from perf.tables import markdown
 from perf.train_step import volume
 
 NAIVE_START = "naive_adam_start"
-LOST = 1000.0  # a loss of a run that is lost, at least
+LOST = 1000.0  # a loss, or a difference of losses, from which on a run is lost
 SEEDS = 3  # unless a table says another number
+BEST = "best of these and x 1"
 CONCLUSION = "conclusion.md"  # beside the runs, written by a person
 COMPARED = {
     "1-bit optimizers with their defaults": DEFAULTS[2],
@@ -67,7 +70,8 @@ Columns of the tables:
   many as brackets say. A seed decides the model's start and the data's order. Every run counts.
 * **Difference** is the loss less the original's of the same seed: mean ± standard deviation over seeds. It is **bold**
   where the mean loss is above the original's mean by more than the original's standard deviation. Without ± there is
-  one seed, which decides nothing. "Other data" (or a GAN's other judge) than the original's can't be compared.
+  one seed, which decides nothing. A run whose loss is 1,000 or more, or no number, is lost. "Other data" (or a GAN's
+  other judge) than the original's can't be compared.
 * **Bits** are what a rank sends for each element in a compressed step.
 * **Fewer bytes** says how many times fewer a rank sends in a run than with gradients in fp32. A full step counts
   2 (N-1)/N times 4 bytes an element, a compressed one what the optimizer counts, scales included, padding left out.
@@ -86,9 +90,9 @@ The data come with packages and are not in this repository:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Write the mean and, of several values, the standard deviation; of runs that were lost, their order of size."""
-    if abs(mean(values)) >= LOST:
-        form = ".0e" if form[0] == "." else "+.0e"
+    """Write the mean and, of several values, the standard deviation; or how many runs were lost."""
+    if lost := sum(not value < LOST for value in values):
+        return f"{lost} of {len(values)} lost"
     return f"{mean(values):{form}}" + (f" ± {stdev(values):{form.strip('+')}}" if len(values) > 1 else "")
 
 
@@ -105,10 +109,15 @@ def compared(variant: str, *places: Mapping[str, Records]) -> tuple[Records, Rec
     return {seed: own[seed] for seed in seeds}, {seed: baseline[seed] for seed in seeds}
 
 
+def mean_loss(records: Records) -> float:
+    found = losses(records)
+    return mean(found) if all(loss < LOST for loss in found) else math.inf
+
+
 def within(records: Records, baseline: Records) -> bool | None:
     """Say whether the mean is the baseline's within one standard deviation, or better; None of fewer than two seeds."""
     theirs = losses(baseline)
-    return mean(losses(records)) <= mean(theirs) + stdev(theirs) if len(theirs) > 1 else None
+    return mean_loss(records) <= mean(theirs) + stdev(theirs) if len(theirs) > 1 else None
 
 
 def difference(records: Records, baseline: Records) -> str:
@@ -162,6 +171,13 @@ def sweep_table(sweep: str, swept: Mapping[str, Mapping[str, Records]], main: Ma
     return markdown(["", *(VARIANTS[variant] for variant in tried)], rows)
 
 
+def with_best(rates: Mapping[str, Mapping[str, Records]], main: Mapping[str, Records]) -> dict[str, Any]:
+    """Add a point where each variant has that of its rates with the least loss."""
+    tried = {variant for at in rates.values() for variant in at}
+    of = {variant: [at[variant] for at in (main, *rates.values()) if variant in at] for variant in tried}
+    return {**rates, BEST: {v: min(found, key=mean_loss) for v, found in of.items()}}
+
+
 def summary(every: Mapping[str, Mapping[str, Records]]) -> str:
     """Count the comparisons that are within, and tabulate differences: a row an optimizer, a column a task."""
     counts, shown = [], [*itertools.chain(*COMPARED.values()), NAIVE_START]
@@ -208,7 +224,8 @@ def section(out: Path, docs: Path, task: str, runs: Mapping[str, Records]) -> It
     if plots.available():
         yield picture(TASKS[task].title, figures.draw(out, task, runs), docs)
     for sweep, points in swept.items():
-        yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, points, runs)}"
+        shown = with_best(points, runs) if sweep == RATES else points
+        yield f"### {SWEEPS[sweep].capitalize()}\n\n{sweep_table(sweep, shown, runs)}"
         if sweep == RATES and plots.available():
             yield picture("Learning rates", figures.draw_rates(out, task, points, runs), docs)
 
