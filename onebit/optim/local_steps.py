@@ -29,7 +29,7 @@ from onebit.collectives.undo import Undo
 from onebit.kernels.data.hyper import Hyper
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.passes import Compress, Floors, Gradients, Parameters, ZeroOneLength, ZeroOneLocal, ZeroOneSync
-from onebit.optim.fields import LAST_MOMENTUM, LEAST_ROOT, ROOT_AT_ZERO, VARIANCE, Field
+from onebit.optim.fields import LAST_MOMENTUM, LEAST_ROOT, RESIDUAL, ROOT_AT_ZERO, VARIANCE, Field
 from onebit.optim.flat_state import FlatState
 from onebit.optim.reducer import MomentumReducer
 from onebit.optim.schedule import SyncSchedule
@@ -73,7 +73,10 @@ class LocalSteps:
         of_parameters = self._of_parameters(hyper)
         w = of_parameters.lr * of_parameters.bias1
         self._set_reference(w)
-        self._reducer.multiply_residual(w)
+        self._exchange.materialize()
+        for i in range(len(self.state.params)):
+            for _, e in (*self.state.parts_of(RESIDUAL.name, i), *self._reducer.served(i)):
+                e.mul_(w[i])
 
     def move(self, hyper: Tensor, flags: Tensor) -> None:
         """A step by this rank's own gradient, left out where flags is not 0."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onebit.collectives.exchange import Chunk, Exchange
 from onebit.collectives.undo import Undo
-from onebit.kernels.data.layout import WORD, Block, Span
+from onebit.kernels.data.layout import Span
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.passes import Compress, Decode, Gradients
@@ -105,17 +105,6 @@ class MomentumReducer:
         for i, factor in enumerate(factors):
             for part, e in self.state.parts_of(RESIDUAL.name, i):
                 e.add_(self.state.elements_of(values, i)[part], alpha=factor)
-
-    def multiply_residual(self, factors: Tensor) -> None:
-        """factors: fp32 [parameters], each for all that this rank has left out of a parameter."""
-        self.exchange.materialize()
-        layout, table = self.state.layout, self.state.layout.table(self.state.device)
-        words = table.blocks[:, Block._fields.index("words")]
-        of_words = factors[table.owner].repeat_interleave(words, output_size=layout.elements // WORD)
-        spans = {"residual": self.state.slice_spans, "server_residual": self.served_spans}
-        for name, residual in self.exchange.residuals.items():
-            for span, e in zip(spans[name], residual.value.split([s.elements for s in spans[name]]), strict=True):
-                e.view(-1, WORD).mul_(of_words.narrow(0, span.start // WORD, span.elements // WORD)[:, None])
 
     def residual_share(self, index: int) -> Tensor:
         """What this rank has left out of the mean of one parameter, fp32 [elements]: e / N, and E where it averages."""
