@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 from perf import plots
 from perf.convergence import figures
@@ -109,15 +108,10 @@ def compared(variant: str, *places: Mapping[str, Records]) -> tuple[Records, Rec
     return {seed: own[seed] for seed in seeds}, {seed: baseline[seed] for seed in seeds}
 
 
-def mean_loss(records: Records) -> float:
-    found = losses(records)
-    return mean(found) if all(loss < LOST for loss in found) else math.inf
-
-
 def within(records: Records, baseline: Records) -> bool | None:
     """Say whether the mean is the baseline's within one standard deviation, or better; None of fewer than two seeds."""
     theirs = losses(baseline)
-    return mean_loss(records) <= mean(theirs) + stdev(theirs) if len(theirs) > 1 else None
+    return mean(losses(records)) <= mean(theirs) + stdev(theirs) if len(theirs) > 1 else None
 
 
 def difference(records: Records, baseline: Records) -> str:
@@ -171,8 +165,15 @@ def sweep_table(sweep: str, swept: Mapping[str, Mapping[str, Records]], main: Ma
     return markdown(["", *(VARIANTS[variant] for variant in tried)], rows)
 
 
-def with_best(rates: Mapping[str, Mapping[str, Records]], main: Mapping[str, Records]) -> dict[str, Any]:
+def with_best(
+    rates: Mapping[str, Mapping[str, Records]], main: Mapping[str, Records]
+) -> dict[str, Mapping[str, Records]]:
     """Add a point where each variant has that of its rates with the least loss."""
+
+    def mean_loss(records: Records) -> float:
+        found = losses(records)
+        return mean(found) if all(loss < LOST for loss in found) else math.inf
+
     tried = {variant for at in rates.values() for variant in at}
     of = {variant: [at[variant] for at in (main, *rates.values()) if variant in at] for variant in tried}
     return {**rates, BEST: {v: min(found, key=mean_loss) for v, found in of.items()}}

@@ -251,6 +251,8 @@ def test_a_page_is_made_of_what_there_is(tmp_path, capsys):
     assert "| x 4 | 4.000 (1) | +0.000 | +0.000 | +0.000 | 4.000 (1) | +0.000 |" in rates and "| x 1 |" not in rates
     best = ("2.010 ± 0.010", *3 * ["+0.000 ± 0.000"], "2.010 ± 0.010", "+0.000 ± 0.000")
     assert f"| {' | '.join([report.BEST, *best])} |" in rates
+    lost, found = ({"adam": {0: {"loss": loss}}} for loss in (math.nan, 3.0))
+    assert report.with_best({"x 2": found}, lost)[report.BEST] == found
     assert "](lm-rates.png)" in rates and (out / "lm-rates.png").exists()
     assert "| 50 % | +0.000 (300) | +0.000 (300) |" in freeze and "| standard |" not in page
     assert "](lm.png)" in page and (out / "lm.png").exists()
