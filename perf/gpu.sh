@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every check and benchmark that needs a GPU, by stages that fit ten minutes each, the most important first:
 #     link       a training step of GPT-2 small (random tokens, bf16 autocast) and an all-reduce of two ranks that share
-#                the GPU, over NCCL on links of 1, 10 and 25 Gbit/s (paced sockets: any user); four ranks: two nodes of
-#                two, HSDP 2 x 2
+#                the GPU, over NCCL on links of 1 and 10 Gbit/s (paced sockets: any user); four ranks: two nodes of two,
+#                HSDP 2 x 2
 #     learn      GPT-2 small learns, 8 ranks as threads on the GPU; stops in time, and goes on when started again. Wants
 #                build/learn/tokens.xz: python -m perf.learn --prepare
 #     check      the kernels' tests on the device, in parallel
@@ -59,12 +59,13 @@ run() { # NAME COMMAND...: its output to a log, at most nine and a half minutes
 has() { [ ! "$rehearse" ] && command -v "$1" >/dev/null; }
 
 link() {
-    local model=gpt2 rates=1gbit,10gbit,25gbit elements=25_000_000 repeats=5 workers=(-n 4 --dist load)
+    local model=gpt2 rates=1gbit,10gbit elements=25_000_000 repeats=5 workers=(-n 4 --dist load)
     [ "$rehearse" ] && model=gpt2-tiny rates=20mbit elements=2**16 repeats=1 workers=(--collect-only)
-    local variants=fp32,bf16,powersgd-1-soon,powersgd-4-soon,adam-1,adam-2,adam-2-overlap,zero-one
-    run link-step "$python" -m perf.train_step --paced --model "$model" --device "$device" --rates "$rates" \
+    local variants=fp32,bf16,adamw-8,adamw-4,powersgd-1-soon,powersgd-4-soon,adam-1,adam-2,adam-2-overlap,zero-one
+    # ranks that share a GPU would disturb each other's tuning
+    run link-step env ONEBIT_TUNE=0 "$python" -m perf.train_step --paced --model "$model" --device "$device" --rates "$rates" \
         --variants "$variants" --repeats "$repeats" --name "$model" --out "$out"
-    run link-all-reduce "$python" -m perf.all_reduce --paced --device "$device" --rates "$rates" --direct \
+    run link-all-reduce env ONEBIT_TUNE=0 "$python" -m perf.all_reduce --paced --device "$device" --rates "$rates" --direct \
         --elements "$elements" --repeats "$repeats" --out "$out"
     run link-ranks env ONEBIT_TUNE=0 "$python" -m pytest -q -p no:cacheprovider --timeout 300 -m gpu "${workers[@]}" \
         tests/onebit/parallel/test_nccl_nodes.py
