@@ -119,11 +119,10 @@ class CompressedAllReduce:
             What holds them.
         """
         if self.exchange is None:
-            numels, topology, exchange_class = self.numels, self.topology, self._exchange_class
-            form, block_size, nodes = self._form, self._block_size, topology.node is not None
-            common = facts(numels, block_size, "auto", *form, exchange_class.reply_option, nodes)
+            topology, exchange_class, form = self.topology, self._exchange_class, self._form
+            common = facts(self._tensors, "auto", *form, exchange_class.reply_option, topology.node is not None)
             agree(topology.data_parallel, self.device, common)
-            chunking = Chunking(topology, sum(numels), self.device, *form, block_size, exchange_class)
+            chunking = Chunking(topology, sum(self.numels), self.device, *form, self._block_size, exchange_class)
             self.exchange = self._build(chunking.choose())
             self.exchange.load_residual(self._residual or self._zeros())
         return self.exchange

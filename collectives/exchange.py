@@ -71,8 +71,7 @@ class Chunk:
 
 
 def facts(
-    numels: Sequence[int],
-    block_size: int,
+    layout: Layout,
     chunks: int | str,
     scale: Scale,
     norm: Norm,
@@ -82,10 +81,10 @@ def facts(
 ) -> dict[str, int | str]:
     """What must be the same on all ranks for one to read another's messages."""
     return {
-        "parameters": len(numels),
-        "elements": sum(numels),
-        "checksum of sizes": zlib.crc32(str(list(numels)).encode()),
-        "block_size": block_size,
+        "parameters": layout.parameters,
+        "elements": int(layout.numel.sum()),
+        "checksum of sizes": zlib.crc32(layout.sizes),
+        "block_size": layout.block_size,
         "chunks": chunks,
         "scale": scale,
         "norm": norm,
@@ -223,10 +222,8 @@ class Exchange(ABC):
     def agree(self, more: Mapping[str, int | str] | None = None) -> None:
         """Compare once how the ranks cut and encode, and `more`. A difference is a ValueError on all of them."""
         if not self.agreed:
-            layout, form = self.layout, self.format
-            numels, nodes = layout.numel.tolist(), self.node.size > 1
-            cut = numels, layout.block_size, layout.chunks
-            common = facts(*cut, form.scale, form.norm, form.bits, self.reply_option, nodes)
+            layout, form, nodes = self.layout, self.format, self.node.size > 1
+            common = facts(layout, layout.chunks, form.scale, form.norm, form.bits, self.reply_option, nodes)
             agree(self.everyone, self.device, {**common, **(more or {})})
             self.agreed = True
 

@@ -59,7 +59,7 @@ run() { # NAME COMMAND...: its output to a log, at most nine and a half minutes
 has() { [ ! "$rehearse" ] && command -v "$1" >/dev/null; }
 
 link() {
-    local model=gpt2 rates=1gbit,10gbit elements=25_000_000 repeats=5 workers=(-n 4 --dist load)
+    local model=gpt2 rates=1gbit,10gbit elements=25_000_000 repeats=3 workers=(-n 4 --dist load)
     [ "$rehearse" ] && model=gpt2-tiny rates=20mbit elements=2**16 repeats=1 workers=(--collect-only)
     local variants=fp32,bf16,adamw-8,adamw-4,powersgd-1-soon,powersgd-4-soon,adam-1,adam-2,adam-2-overlap,zero-one
     # ranks that share a GPU would disturb each other's tuning

@@ -1,7 +1,8 @@
 """Blocks: how parameters of any size share one flat index space.
 
 A parameter has ceil(numel / block_size) blocks of its own, one after the other. The last is as long as it needs to be,
-in whole words of 32 elements, so that a parameter of 10 elements takes 32 and not block_size:
+in whole words of 32 elements, so that a parameter of 10 elements takes 32 and not block_size. Some parameters have
+shorter blocks (`block_size_of`):
 
     starts[b], starts[b + 1]     where block b lies in the flat space
     count(b) = clip(numel[p] - (starts[b] - offset[p]), 0, length(b))     its valid elements, p being its parameter
@@ -32,6 +33,8 @@ from onebit.kernels.data.checks import is_whole
 BLOCK_SIZE = 2048
 MOST_BLOCK_SIZE = 8192
 WORD = 32  # elements: what the length of a block is a multiple of
+TABLE = 16  # a matrix of more than so many times as many rows as columns is a table
+LEAST_OF_TABLE = 128  # elements of a table's block: a scale is 32 bits
 MOST_ELEMENTS = 2**35  # words are counted in int32
 MOST_BLOCKS = 2**28  # of which each has a row of 32 bytes
 MOST_RANKS = 2**20
@@ -85,9 +88,11 @@ class Layout:
         *,
         groups: Sequence[int] | None = None,
         block_size: int = BLOCK_SIZE,
+        block_sizes: Sequence[int] | None = None,
         ranks: int = 1,
         chunks: int = 1,
     ) -> None:
+        """block_sizes: of each parameter, where some have shorter blocks than block_size."""
         check_block_size(block_size)
         if len(numels) == 0:
             raise ValueError("the layout got no parameters: pass at least one tensor to compress or optimize")
@@ -108,7 +113,9 @@ class Layout:
         self.block_size, self.ranks, self.chunks = block_size, int(ranks), int(chunks)
         self.numel = np.asarray(numels, dtype=np.int64)
         self.group = np.asarray(groups if groups is not None else [0] * len(numels), dtype=np.int64)
-        ends = np.cumsum(-(-self.numel // block_size))
+        self.block_sizes = np.asarray(block_sizes or [block_size] * len(numels), dtype=np.int64)
+        self._counts = -(-self.numel // self.block_sizes)  # of each parameter, its blocks
+        ends = np.cumsum(self._counts)
         self.first = np.concatenate(([0], ends[:-1])).astype(np.int64)
         self.used_blocks = int(ends[-1])
         self.blocks, lengths = self._lengths()
@@ -125,11 +132,11 @@ class Layout:
     def _lengths(self) -> tuple[int, npt.NDArray[np.int64]]:
         """How many blocks there are, and of each how many elements it has room for."""
         blocks = max(self.used_blocks, self.ranks * self.chunks)
-        lengths = np.full(blocks, self.block_size, dtype=np.int64)
-        lengths[self.used_blocks :] = WORD
+        lengths = np.full(blocks, WORD, dtype=np.int64)
+        lengths[: self.used_blocks] = np.repeat(self.block_sizes, self._counts)
         has_any = self.numel > 0
-        last = (self.first + -(-self.numel // self.block_size) - 1)[has_any]
-        rest = (self.numel[has_any] - 1) % self.block_size + 1
+        last = (self.first + self._counts - 1)[has_any]
+        rest = (self.numel[has_any] - 1) % self.block_sizes[has_any] + 1
         lengths[last] = -(-rest // WORD) * WORD
         return blocks, lengths
 
@@ -156,7 +163,12 @@ class Layout:
     def fingerprint(self) -> int:
         """A checksum of the parameters' sizes and how they are cut into blocks, to compare between ranks."""
         cut = np.asarray([self.block_size, self.ranks, self.chunks], dtype=np.int64)
-        return zlib.crc32(self.numel.tobytes(), zlib.crc32(cut.tobytes()))
+        return zlib.crc32(self.sizes, zlib.crc32(cut.tobytes()))
+
+    @property
+    def sizes(self) -> bytes:
+        """The parameters' sizes, and those of their blocks."""
+        return self.numel.tobytes() + self.block_sizes.tobytes()
 
     def owner(self, first: int = 0, count: int | None = None) -> npt.NDArray[np.int64]:
         """The parameter of each block. Padding at the end belongs to the last one, with no valid element."""
@@ -323,6 +335,17 @@ class Span:
     def segments(self) -> Iterator[Segment]:
         """The parameters' elements that lie in this span, in order; padding is in none of them."""
         return self.layout.segments(self.first, self.count)
+
+
+def block_size_of(shape: Sequence[int], most: int = BLOCK_SIZE) -> int:
+    """Return how long a parameter's blocks are. Those of a table are rows, several where rows are short, or equal parts
+    of a row. A row of an embedding has gradients as large as its token is frequent: with one scale for both, rare
+    tokens would move much too far."""
+    if len(shape) != 2 or not 0 < TABLE * shape[1] < shape[0]:
+        return most
+    length = shape[1] * -(-LEAST_OF_TABLE // shape[1])
+    parts = range(-(-length // most), length // WORD + 1)
+    return next((length // n for n in parts if length % (n * WORD) == 0), most)
 
 
 def check_block_size(block_size: int) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from onebit.collectives.topology import Topology
 from onebit.kernels.backends import backend
 from onebit.kernels.data.hyper import Hyper
-from onebit.kernels.data.layout import Layout, Span
+from onebit.kernels.data.layout import Layout, Span, block_size_of
 from onebit.kernels.data.pointers import Pointers, written_by_address
 from onebit.kernels.data.wire import Messages
 from onebit.kernels.passes import StepSquares
@@ -308,7 +308,14 @@ class FlatState:
         return {"element": elements, "parameter": len(self.params), "bit": elements // 8}[field.per]
 
     def _cut(self, chunks: int) -> Layout:
-        return Layout(self.numels, groups=self.rows, block_size=self.block_size, ranks=self.ranks, chunks=chunks)
+        return Layout(
+            self.numels,
+            groups=self.rows,
+            block_size=self.block_size,
+            block_sizes=[block_size_of(shape, self.block_size) for shape in self.shapes],
+            ranks=self.ranks,
+            chunks=chunks,
+        )
 
     def _use(self, layout: Layout) -> None:
         """Use a layout, and make its table now, in this stream: the first pass may run in another, whose memory it

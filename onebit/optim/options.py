@@ -149,7 +149,12 @@ class Options:
         'N / 2 times as many bytes are sent; `"auto"`: direct with two ranks, else 1',
         None,
     )
-    block_size: int = _option(BLOCK_SIZE, "how many elements a block has: a multiple of 32, up to 8192", None)
+    block_size: int = _option(
+        BLOCK_SIZE,
+        "the most elements that a block has: a multiple of 32, up to 8192; those of an [embedding](#scales) are a row "
+        "each",
+        None,
+    )
     chunks: int | Literal["auto"] = _option(
         "auto",
         "into how many [pieces](tuning.md#chunks) a message is cut: while one piece is sent, the next is compressed; "

@@ -138,6 +138,12 @@ TASKS: dict[str, Task] = {
             steps=10_000, batch=16, lr={"adam": 1e-3}, chosen="set before any run", families=("adam",),
             variants=("adam", *DEFAULTS[2][:2]), save_every=1000, width=256, layers=4,
         ),
+        LanguageModel(
+            "words", "A language model of more words",
+            "vocabularies of 30,000 words and more", "a vocabulary of 8,192, with a quarter as many tokens a step",
+            steps=300, batch=32, lr={"adam": 2e-3}, chosen="set before any run", families=("adam",),
+            variants=("adam", *DEFAULTS[2][:2]), vocabulary=8192,
+        ),
         Images(
             "images", "ResNet-8",
             "ResNet-18 on CIFAR-10 (1-bit Adam, section 7.2) and ResNet-50 on CIFAR-100 (1-bit LAMB, A.8)",

@@ -41,7 +41,7 @@ class Setting:
     shape: Shape = Shape()
     ranks: int = 8
     windows: int = 4  # of a rank and a step
-    steps: int = 2000
+    steps: int = 500
     every: int = 50  # steps from one point of the curve to the next
     held_out: int = 64  # windows of a point of the curve
     held_out_at_end: int = 512

@@ -37,6 +37,7 @@ class Case:
     reply: Any = 1
     nodes: int = 0  # of equally many ranks, which follow one another; 0 for one level
     bits: int = 1  # of an element
+    block_sizes: tuple[int, ...] = ()  # of each tensor, where they differ
 
     def senders(self, ranks: int) -> int:
         """Ranks to the network: nodes, or every rank."""
@@ -45,7 +46,7 @@ class Case:
     def plan(self, ranks: int) -> oracle.Layout:
         senders = self.senders(ranks)
         shards = ranks // senders * (1 if self.reply == "direct" else senders)
-        return oracle.Layout(self.numels, self.block_size, shards, self.chunks)
+        return oracle.Layout(self.numels, self.block_size, shards, self.chunks, self.block_sizes)
 
     def simulation(self, ranks: int) -> oracle.SimulatedAllReduce:
         """The simulation of the senders."""

@@ -32,16 +32,17 @@ STEPS = 12
 
 
 class Net(nn.Module):
-    """A layer that is left out of some steps, norms, and a head of one element."""
+    """A table, whose blocks are rows, a layer that is left out of some steps, norms, and a head of one element."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.first, self.between, self.head = nn.Linear(5, 40), nn.Linear(40, 40), nn.Linear(40, 1)
+        self.table, self.first = nn.Linear(4, 100), nn.Linear(100, 40)
+        self.between, self.head = nn.Linear(40, 40), nn.Linear(40, 1)
         self.norm = nn.LayerNorm(40)
         self.to(dtype)
 
     def forward(self, x: Tensor, whole: bool) -> Tensor:
-        x = self.norm(self.first(x.to(self.head.weight.dtype)))
+        x = self.norm(self.first(self.table(x[:, :4].to(self.head.weight.dtype))))
         return self.head(torch.tanh(self.between(x) if whole else x))
 
 
@@ -101,7 +102,7 @@ class Run:
         ranks = nodes_of(group(), 2) if case["wrapper"] == "nodes" else group()
         if case["wrapper"] == "fsdp":
             ranks = mesh().get_group("replicate")
-            for module in (self.net.first, self.net.between, self.net.head, self.net):
+            for module in (self.net.table, self.net.first, self.net.between, self.net.head, self.net):
                 fully_shard(module, mesh=mesh()["shard"])
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined] # Gloo's average is a sum
         norms = [p for name, p in self.net.named_parameters() if "norm" in name]

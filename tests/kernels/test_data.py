@@ -14,7 +14,7 @@ from onebit.kernels.data import bits as bits_module
 from onebit.kernels.data import pieces
 from onebit.kernels.data.bits import packed, unpacked
 from onebit.kernels.data.checks import is_finite, is_one_of, is_whole
-from onebit.kernels.data.layout import BLOCK_SIZE, Block, Layout, Span
+from onebit.kernels.data.layout import BLOCK_SIZE, Block, Layout, Span, block_size_of
 from onebit.kernels.data.pointers import Pointers
 from onebit.kernels.data.upload import Upload
 from onebit.kernels.data.wire import Format
@@ -23,18 +23,22 @@ from tests import oracle
 HUGE = 2**31 + 7
 
 
-def pair(numels: list[int], block_size: int, ranks: int, chunks: int) -> tuple[Layout, oracle.Layout]:
-    """A layout and the oracle's of the same parameters."""
-    ours = Layout(numels, block_size=block_size, ranks=ranks, chunks=chunks)
-    return ours, oracle.Layout(tuple(numels), block_size, ranks, chunks)
+def pair(
+    numels: list[int], block_size: int, ranks: int, chunks: int, shorter: bool = False
+) -> tuple[Layout, oracle.Layout]:
+    """A layout and the oracle's of the same parameters. shorter: every other one has blocks of 32."""
+    sizes = tuple(32 if shorter and i % 2 else block_size for i in range(len(numels)))
+    ours = Layout(numels, block_size=block_size, block_sizes=sizes, ranks=ranks, chunks=chunks)
+    return ours, oracle.Layout(tuple(numels), block_size, ranks, chunks, sizes)
 
 
 SIZES = st.lists(st.integers(0, 400), min_size=1, max_size=12)
-LAYOUTS = st.builds(pair, SIZES, st.sampled_from([32, 64, 96]), st.integers(1, 4), st.integers(1, 3))
+LAYOUTS = st.builds(pair, SIZES, st.sampled_from([32, 64, 96]), st.integers(1, 4), st.integers(1, 3), st.booleans())
 
 
 @example(pair([1000, 2049, 0, 4096], BLOCK_SIZE, 3, 4))
 @example(pair([3] * 300, BLOCK_SIZE, 3, 4))
+@example(pair([1000, 2049, 0, 4096], BLOCK_SIZE, 3, 4, shorter=True))
 @given(LAYOUTS)
 def test_any_layout_its_spans_and_its_tables_agree_with_the_oracle(layouts):
     layout, plan = layouts
@@ -103,6 +107,29 @@ def test_a_span_of_a_flat_buffer_is_a_view_of_its_elements_and_segments_know_the
     assert layout.shard(1, 1).of_bits(bits).tolist() == [24, 25, 26, 27]
     layout = Layout([40, 0, 3], groups=[2, 0, 1], block_size=32)
     assert [(s.parameter, s.group) for s in layout.all().segments()] == [(0, 2), (2, 1)]
+
+
+@pytest.mark.parametrize(("shape", "most", "length"), [
+    ((50257, 768), 2048, 768),
+    ((30522, 1024), 1024, 1024),
+    ((100_000, 4096), 2048, 2048),
+    ((100_000, 2560), 2048, 1280),  # halves
+    ((100_000, 5120), 2048, 1280),  # quarters: a third is no whole words
+    ((10_000, 64), 2048, 128),  # two rows
+    ((10_000, 40), 2048, 160),
+    ((10_000, 64), 96, 64),
+    ((10_000, 64), 32, 32),
+    ((50257, 770), 2048, 2048),  # rows are no whole words
+    ((3072, 768), 2048, 2048),
+    ((17 * 128, 128), 2048, 128),
+    ((16 * 128, 128), 2048, 2048),
+    ((1000,), 2048, 2048),
+    ((1000, 4, 4), 2048, 2048),
+    ((1000, 0), 2048, 2048),
+    ((0, 1000), 2048, 2048),
+])  # fmt: skip
+def test_a_block_of_a_table_is_a_row_or_an_equal_part_of_one(shape, most, length):
+    assert block_size_of(shape, most) == length
 
 
 def test_offsets_are_right_past_two_to_the_31():

@@ -15,6 +15,15 @@ Arrays = list[np.ndarray]
 Gradients = Sequence["np.ndarray | None"]
 
 
+def size_of_blocks(shape: tuple[int, ...], most: int) -> int:
+    """A table, which has more than 16 rows a column, has blocks of a row, of several where that makes no 128 elements,
+    or else of the largest equal part of these: in whole 32s, and `most` at most."""
+    if len(shape) != 2 or shape[1] == 0 or shape[0] <= 16 * shape[1]:
+        return most
+    rows = next(rows for rows in range(1, 129) if rows * shape[1] >= 128) * shape[1]
+    return max((part for part in range(32, most + 1, 32) if rows % part == 0), default=most)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Parameters start with a block of their own, whose last is as long as 32s have to be; chunks cut the space along
@@ -24,12 +33,15 @@ class Layout:
     block_size: int = 2048
     ranks: int = 1
     chunks: int = 1
+    block_sizes: tuple[int, ...] = ()  # of each parameter, where they differ
 
     @cached_property
     def lengths(self) -> list[int]:
         """The length of every block. A shard has one at least: empty ones of 32 follow where there are too few."""
-        places = ((numel, start) for numel in self.numels for start in range(0, numel, self.block_size))
-        lengths = [32 * math.ceil(min(self.block_size, numel - start) / 32) for numel, start in places]
+        sizes = self.block_sizes or (self.block_size,) * len(self.numels)
+        of_parameters = zip(self.numels, sizes, strict=True)
+        places = ((numel, start, size) for numel, size in of_parameters for start in range(0, numel, size))
+        lengths = [32 * math.ceil(min(size, numel - start) / 32) for numel, start, size in places]
         return lengths + [32] * (self.ranks * self.chunks - len(lengths))
 
     @property

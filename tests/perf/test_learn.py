@@ -47,9 +47,9 @@ def test_every_optimizer_is_run_once_with_a_seed_and_its_defaults():
     runs = list(plan(GPT2_SMALL, 2))
     assert [run.variant for run in runs] == 2 * list(TITLES) and {run.seed for run in runs[:5]} == {0}
     assert set(TITLES) == {"adam", "lamb", *DEFAULTS[MORE]}
-    assert {(run.ranks, run.batch, run.steps) for run in runs} == {(8, 32, 2000)}
-    assert GPT2_SMALL.tokens == 2000 * 32_768
-    assert [run.freeze for run in runs[:5]] == [None, None, 400, None, 600]
+    assert {(run.ranks, run.batch, run.steps) for run in runs} == {(8, 32, 500)}
+    assert GPT2_SMALL.tokens == 500 * 32_768
+    assert [run.freeze for run in runs[:5]] == [None, None, 100, None, 150]
     text = {"digest": "a"}
     configs = [config(run, setting, text) for run in runs[:1] for setting in (GPT2_SMALL, replace(GPT2_SMALL, clip=2))]
     assert configs[0] != configs[1] and configs[0] != config(runs[0], GPT2_SMALL, {"digest": "b"})

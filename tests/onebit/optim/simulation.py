@@ -160,8 +160,8 @@ def server_residual(exchange):
 def decoded(exchange):
     """m, as the replies stand for it."""
     layout = exchange.layout
-    numels = tuple(layout.numel.tolist())
-    return values_of(exchange.replies, plan_of(numels, layout.block_size, layout.ranks, layout.chunks))
+    numels, sizes = (tuple(each.tolist()) for each in (layout.numel, layout.block_sizes))
+    return values_of(exchange.replies, plan_of(numels, layout.block_size, layout.ranks, layout.chunks, sizes))
 
 
 # The simulation of a case
@@ -360,8 +360,10 @@ def messages_of(case, ranks):
     own = {"block_size": 64, "norm": "auto", **{k: v for k, v in case.options.items() if k in names}}
     if own["norm"] == "auto":
         own["norm"] = "l1" if own.get("scale") == "tensor" else "unbiased"
-    numels = tuple(int(np.prod(case.shapes[p])) for p in case.order)
-    return steps.Case(numels, **own, nodes=ranks if case.each > 1 else 0)
+    shapes = [case.shapes[p] for p in case.order]
+    numels = tuple(int(np.prod(shape)) for shape in shapes)
+    sizes = tuple(oracle.size_of_blocks(shape, own["block_size"]) for shape in shapes)
+    return steps.Case(numels, **own, nodes=ranks if case.each > 1 else 0, block_sizes=sizes)
 
 
 class LambSimulation(Simulation):

@@ -69,10 +69,13 @@ EMBEDDING = Case(
 )
 LAMBS = Sized(g_sizes=(1.0, 1e-2, 1.0, 1.0), shapes=EMBEDDING.shapes, steps=40, untouched=UNTOUCHED)
 LAMBS = options(LAMBS, freeze_step=8, weight_decay=0.1)
+TABLE = {"shapes": ((100, 4), *EMBEDDING.shapes[1:])}  # its blocks are of 128, where others may have 256
 CASES |= {
     "Adam, some untouched": (1, EMBEDDING, {"scale": "tensor"}),
     "Adam, held": (3, EMBEDDING, {"zero_variance": "hold", "scale": "tensor"}),
     "Adam, 2 ranks, held": (2, EMBEDDING, {"zero_variance": "hold"}),
+    "Adam, a table": (3, EMBEDDING.but(**TABLE), {"block_size": 256}),
+    "LAMB, a table": (2, LAMBS.but(**TABLE), {"block_size": 256, "chunks": 2}),
     "LAMB, some untouched": (2, LAMBS, {"ratio": "denominator"}),
     "LAMB, some untouched, one scale": (3, LAMBS, {"scale": "tensor"}),
     "LAMB, held": (2, LAMBS, {"zero_variance": "hold"}),
