@@ -151,7 +151,7 @@ TASKS: dict[str, Task] = {
             "1,024, and stage 1 in 6.5 % and 8 % of the steps; for validation the statistics of batch norms are "
             "averaged over ranks",
             steps=400, batch=128, lr={"adam": 8e-3, "lamb": 4e-2, "sgd": 0.1}, chosen=CHOSEN, accuracy=True,
-            sweeps=("reply", "ranks", "freeze"), families=("adam", "lamb", "sgd"),
+            sweeps=("reply", "ranks", "event", "freeze"), families=("adam", "lamb", "sgd"),
         ),
         Masked(
             "mlm", "BERT, masked words",
