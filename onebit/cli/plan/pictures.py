@@ -30,8 +30,8 @@ COLORS |= {"0/1 Adam": "#fc9272", "and local steps": "#a1d99b"}
 LEVELS = (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)  # of factors, from line to line
 LOSS = """Predicted, not measured, for equal numbers of steps. In docs/convergence.md the optimizers end within a
 deviation of their originals' loss, or below, in 13 of 14 comparisons. The exception is a GAN, where 0/1 Adam ends at
-8.0 and Adam at 7.2. With local steps up to 16 apart a language model ends 0.04 above (one seed), so the gain of local
-steps is a bound."""
+8.0 and Adam at 7.2. With local steps up to 16 apart a language model ends 0.03 above, so the gain of local steps is a
+bound."""
 
 
 def places(
