@@ -63,10 +63,10 @@ link() {
     [ "$rehearse" ] && model=gpt2-tiny rates=20mbit elements=2**16 repeats=1 workers=(--collect-only)
     local variants=fp32,bf16,adamw-8,adamw-4,powersgd-1-soon,powersgd-4-soon,adam-1,adam-2,adam-2-overlap,zero-one
     # ranks that share a GPU would disturb each other's tuning
-    run link-step env ONEBIT_TUNE=0 "$python" -m perf.train_step --paced --model "$model" --device "$device" --rates "$rates" \
-        --variants "$variants" --repeats "$repeats" --name "$model" --out "$out"
-    run link-all-reduce env ONEBIT_TUNE=0 "$python" -m perf.all_reduce --paced --device "$device" --rates "$rates" --direct \
-        --elements "$elements" --repeats "$repeats" --out "$out"
+    run link-step env ONEBIT_TUNE=0 "$python" -m perf.train_step --paced --model "$model" --device "$device" \
+        --rates "$rates" --variants "$variants" --repeats "$repeats" --name "$model" --out "$out"
+    run link-all-reduce env ONEBIT_TUNE=0 "$python" -m perf.all_reduce --paced --device "$device" --rates "$rates" \
+        --direct --elements "$elements" --repeats "$repeats" --out "$out"
     run link-ranks env ONEBIT_TUNE=0 "$python" -m pytest -q -p no:cacheprovider --timeout 300 -m gpu "${workers[@]}" \
         tests/onebit/parallel/test_nccl_nodes.py
 }

@@ -337,7 +337,7 @@ class Span:
         return self.layout.segments(self.first, self.count)
 
 
-def block_size_of(shape: Sequence[int], most: int = BLOCK_SIZE) -> int:
+def block_size_of(shape: Sequence[int], most: int) -> int:
     """Return how long a parameter's blocks are. Those of a table are rows, several where rows are short, or equal parts
     of a row. A row of an embedding has gradients as large as its token is frequent: with one scale for both, rare
     tokens would move much too far."""

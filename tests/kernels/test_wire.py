@@ -85,7 +85,7 @@ def test_what_was_put_is_read(form, senders, seed):
 
 CUTS = [
     {"numels": (40, 100)}, {"numels": (100, 41)}, {"numels": (100, 40, 0)}, {"block_size": 64}, {"ranks": 1},
-    {"chunks": 2},
+    {"chunks": 2}, {"block_size": 64, "block_sizes": (32, 64)},
 ]  # fmt: skip
 
 
@@ -94,10 +94,10 @@ def test_the_header_has_the_words_that_the_format_says_and_fingerprints_of_diffe
     assert base.header == (MAGIC, 0, base.fingerprint, 5)
     assert MAGIC.to_bytes(4, "little") == b"1BB\x01" and NONFINITE == 1
     layouts = [Layout(**{"numels": (100, 40), "block_size": 32, "ranks": 2, **cut}) for cut in ({}, *CUTS)]
-    assert len({layout.fingerprint for layout in layouts}) == 7
+    assert len({layout.fingerprint for layout in layouts}) == 8
     made, (first, *_) = [Format(layout) for layout in layouts], layouts
     made += [Format(first, "tensor"), Format(first, norm="l2"), Format(first, bits=4), Format(first, bits=8)]
-    assert len({form.fingerprint for form in made}) == 11
+    assert len({form.fingerprint for form in made}) == 12
     assert [made[-2].header[0].to_bytes(4, "little"), made[-1].header[0].to_bytes(4, "little")] == [
         b"4BB\x01",
         b"8BB\x01",
